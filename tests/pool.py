@@ -219,7 +219,7 @@ def _answer(rank: int, num_ranks: int, task: bytes) -> bytes:
         function, args, kwargs, filters = pickle.loads(task)
         with warnings.catch_warnings():
             warnings.resetwarnings()
-            warnings.filters[:] = filters
+            warnings.filters = filters
             return pickle.dumps(function(rank, num_ranks, *args, **kwargs))
     except Exception as error:
         return pickle.dumps(Failure(type(error).__name__, str(error), _trace(error)))
