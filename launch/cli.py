@@ -5,8 +5,8 @@ A subcommand is a module with
     add_arguments(parser: argparse.ArgumentParser) -> None
     run(arguments: argparse.Namespace) -> int           # the exit code
 
-and one line in COMMANDS. The first line of its docstring is its description. Only the module that is
-asked for is imported, so that `ulysses --help` answers at once and loads no torch.
+and one line in COMMANDS. The first line of its docstring is its description. Only the module that
+is asked for is imported, so that `ulysses --help` answers at once and loads no torch.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 COMMANDS = {
     "launch": (
         "ulysses.launch.launch",
-        "run a script on the processes that a configuration asks for",
+        "run a script on as many processes as a configuration asks",
     ),
 }
 
