@@ -12,7 +12,7 @@ import pytest
 # themselves have to be importable, here and in the pool's workers.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.pool import WorkerPool  # noqa: E402  (needs the path above)
+from tests.pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

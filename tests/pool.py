@@ -40,8 +40,8 @@ PRELOADED = ["torch", "torch.distributed.tensor", "einops", "pytest"]
 class WorkerError(Exception):
     """One rank or more raised, died or did not answer in time.
 
-    `errors` maps each such rank to its exception's type name and message; a rank that gave no answer
-    has the type name `NoAnswer`. The message holds every such rank's traceback.
+    `errors` maps each such rank to its exception's type name and message; the type name of a rank
+    that gave no answer is `NoAnswer`. The message holds every such rank's traceback.
     """
 
     def __init__(self, num_ranks: int, failures: dict[int, "Failure"]) -> None:

@@ -18,14 +18,14 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["backends", "launch"]
-BUILT_FROM = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "ulysses", "configs", *LINKED]
+BUILT_FROM = [
     "pyproject.toml",
     "MANIFEST.in",
     "README.md",
     "LICENSE",
     "ulysses",
-    *LINKED,
     "configs",
+    *LINKED,
 ]
 
 

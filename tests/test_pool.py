@@ -147,7 +147,7 @@ def test_warnings_are_errors_in_the_workers_too(pool: PoolOf) -> None:
 
 def test_a_function_inside_a_function_is_refused_before_it_is_sent(pool: PoolOf) -> None:
     before = identities(pool(2))
-    with pytest.raises((AttributeError, TypeError), match="local object|lambda"):
+    with pytest.raises((AttributeError, TypeError), match=r"local object|lambda"):
         pool(2).run(lambda rank, num_ranks: rank)
     assert identities(pool(2)) == before
 

@@ -1,0 +1,151 @@
+"""Imports point down, load no optional package, and need no process group."""
+
+import ast
+import functools
+import graphlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ulysses"
+
+# Who may import whom, one row a room: a module of ulysses/, or a package below it. A room may also
+# import what its imports may. A new module gets a row here.
+ARROWS: dict[str, set[str]] = {
+    "tiling": set(),
+    "degrees": set(),
+    "strict_yaml": set(),
+    "agreement": set(),
+    "backends": set(),
+    "config": {"degrees", "strict_yaml", "tiling"},
+    "mesh": {"degrees"},
+    "exchange": {"tiling"},
+    "grid": {"tiling", "backends"},
+    "attention": {"exchange", "grid", "agreement"},
+    "sequence": {"exchange"},
+    "loss": {"sequence"},
+    "testing": {"backends"},
+    "plan": {"config"},
+    "integrations": {"attention", "sequence"},
+    "wrap": {"integrations"},
+    "verify": {"wrap", "loss"},
+    "__init__": {"attention", "config", "loss", "mesh", "plan", "testing", "verify"},
+    "launch": {"__init__"},
+}
+PLAIN = {"tiling", "degrees", "strict_yaml", "config"}  # Python only: no torch
+GROUPLESS = PLAIN | {"backends"}  # nothing of torch.distributed
+
+OPTIONAL = ["diffusers", "gguf", "matplotlib", "torch_npu", "transformers"]
+# Loaded on request only, where a user who lacks the package is told so.
+NEEDS_OPTIONAL = ("ulysses.integrations.",)
+
+PROBE = """
+import importlib, json, pkgutil, sys
+import ulysses
+loaded = [name for name in sys.argv[1].split() if name in sys.modules]
+for name in sys.argv[1].split():
+    sys.modules[name] = None  # importing it now raises
+names = [found.name for found in pkgutil.walk_packages(ulysses.__path__, "ulysses.")]
+for name in names:
+    if not name.startswith(tuple(sys.argv[2].split())) and not name.endswith(".__main__"):
+        importlib.import_module(name)
+import torch.distributed
+print(json.dumps([loaded, names, torch.distributed.is_initialized()]))
+"""
+
+
+def room_of(module: str) -> str:
+    """`ulysses.backends.base` stands in `backends`, `ulysses` itself in `__init__`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its import name."""
+    found = {}
+    for folder, _, names in os.walk(PACKAGE, followlinks=True):
+        for name in names:
+            path = Path(folder) / name
+            if path.suffix == ".py":
+                parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+                found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """The dotted names that a file imports, at any depth; `from a import b` counts as `a.b`."""
+
+    def names() -> Iterator[str]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: a relative import, line {node.lineno}"
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    return frozenset(names())
+
+
+def reachable() -> dict[str, set[str]]:
+    """Every room with all rooms below it; a cycle among the rows raises CycleError."""
+    below: dict[str, set[str]] = {}
+    for room in graphlib.TopologicalSorter(ARROWS).static_order():
+        below[room] = ARROWS[room].union(*(below[other] for other in ARROWS[room]))
+    return below
+
+
+def test_every_module_stands_in_a_room_of_the_table() -> None:
+    assert {room_of(module) for module in modules()} <= set(ARROWS)
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_imports_point_down(room: str) -> None:
+    allowed = reachable()[room] | {room}
+    for module, path in modules().items():
+        if room_of(module) == room:
+            ours = {name for name in imports(path) if name.split(".")[0] == "ulysses"}
+            upward = {name for name in ours if room_of(name) not in allowed}
+            assert not upward, f"{module} imports {upward}, but {room} may use {sorted(allowed)}"
+
+
+def test_the_base_of_the_backends_imports_no_other_backend() -> None:
+    assert not {name for name in imports(PACKAGE / "backends/base.py") if "ulysses" in name}
+
+
+@pytest.mark.parametrize(("rooms", "banned"), [(PLAIN, "torch"), (GROUPLESS, "torch.distributed")])
+def test_the_lower_rooms_know_nothing_of(rooms: set[str], banned: str) -> None:
+    for module, path in modules().items():
+        if room_of(module) in rooms:
+            for name in imports(path):
+                assert not f"{name}.".startswith(f"{banned}."), f"{module} imports {name}"
+
+
+def test_the_environment_is_read_in_launch_only() -> None:
+    for module, path in modules().items():
+        if room_of(module) != "launch":
+            read = {
+                node.lineno
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+            }
+            assert not read, f"{module} reads the environment, lines {sorted(read)}"
+
+
+def test_a_bare_install_imports_everything_without_a_process_group(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", PROBE]
+    command += [" ".join(OPTIONAL), " ".join(NEEDS_OPTIONAL)]
+    # The process is to find the same ulysses as this one, installed or not.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    loaded_by_ulysses, names, has_group = json.loads(done.stdout)
+    assert loaded_by_ulysses == []
+    assert set(names) == set(modules()) - {"ulysses"}
+    assert has_group is False
