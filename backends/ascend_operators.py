@@ -1,0 +1,132 @@
+"""The calls of the two Ascend operators, each with its arguments in its own names.
+
+Both read the head counts from the tensors that they pass, in the very call: nothing here or above
+keeps one. `scale` is always passed, as the operators' default is 1.0 and not 1/sqrt(D).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ulysses.backends.ascend_layout import Layout
+from ulysses.backends.ascend_sparse import SparseArguments
+from ulysses.backends.base import Dropout
+
+INFERENCE = "npu_fused_infer_attention_score"
+TRAINING = "npu_fusion_attention"
+
+# Bit 1 of FIA's inner_precise, and FA's whole value 2: rows that see nothing give zeros. Without it
+# they give the average of all values.
+_ZERO_EMPTY_ROWS = 2
+
+
+class Call(NamedTuple):
+    """What both operators are asked: laid-out tensors [B, S, N, D] or [B, N, S, D], and options."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: Layout
+    scale: float
+    sparse: SparseArguments
+    mask: Tensor | None
+
+    @property
+    def inner_precise(self) -> int:
+        return _ZERO_EMPTY_ROWS if self.sparse.has_empty_rows else 0
+
+
+def load_operators() -> None:
+    """Import torch_npu, which defines the operators, unless they are defined already."""
+    if hasattr(torch.ops.npu, TRAINING):
+        return
+    try:
+        import torch_npu  # noqa: F401 (registers the operators)
+    except ImportError as error:
+        raise ImportError(
+            f"backend='ascend' needs torch_npu, which does not import here ({error}); install "
+            "ulysses[npu] and source CANN's set_env.sh, or pass backend='sdpa'"
+        ) from error
+
+
+def infer(operator: Any, call: Call, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """The inference operator: output in the call's layout, and the LSE [B, N, Sq] if asked for.
+
+    It has no autograd formula and no dropout.
+    """
+    out, lse = operator(
+        call.query,
+        call.key,
+        call.value,
+        num_heads=call.query.shape[call.layout.heads_dim],
+        num_key_value_heads=call.key.shape[call.layout.heads_dim],
+        input_layout=call.layout.name,
+        scale=call.scale,
+        atten_mask=call.mask,
+        sparse_mode=call.sparse.mode,
+        pre_tokens=call.sparse.pre_tokens,
+        next_tokens=call.sparse.next_tokens,
+        inner_precise=call.inner_precise,
+        softmax_lse_flag=with_lse,
+    )
+    return out, lse.squeeze(-1) if with_lse else None
+
+
+def train(
+    operator: Any, call: Call, dropout: Dropout | None, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The training operator: output in the call's layout, and the LSE [B, N, Sq] if asked for.
+
+    Its autograd formula drops a gradient that arrives at the softmax statistics without a word, so
+    the LSE is detached from the graph.
+    """
+    with _own_stream(call.query.device, dropout):
+        out, softmax_max, softmax_sum, *_ = operator(
+            call.query,
+            call.key,
+            call.value,
+            call.query.shape[call.layout.heads_dim],
+            call.layout.name,
+            atten_mask=call.mask,
+            scale=call.scale,
+            keep_prob=1.0 - (dropout.p if dropout else 0.0),
+            pre_tockens=call.sparse.pre_tokens,
+            next_tockens=call.sparse.next_tokens,
+            inner_precise=call.inner_precise,
+            sparse_mode=call.sparse.mode,
+        )
+    if not with_lse:
+        return out, None
+    # Eight equal columns hold each row's statistics.
+    return out, softmax_max.detach()[..., 0] + softmax_sum.detach()[..., 0].log()
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device, dropout: Dropout | None) -> Iterator[None]:
+    """Dropout's random stream for one call; the device's own stream is as before afterwards.
+
+    The operator draws from the device's default generator: its `seed` argument, where a version has
+    one, is documented to be used and is overwritten by the generator's (op-plugin, Aug 2026). Ranks
+    often hold equal generators, so the stream is set from the tile's place as well as the seed.
+    """
+    if dropout is None:
+        yield
+        return
+    place = repr((dropout.seed, dropout.head, dropout.query, dropout.key)).encode()
+    seed = int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
+    with contextlib.ExitStack() as stack:
+        if device.type == "cpu":
+            stack.enter_context(torch.random.fork_rng([], device_type="cpu"))
+            torch.default_generator.manual_seed(seed)
+        else:
+            module = torch.get_device_module(device)
+            stack.enter_context(module.device(device))
+            stack.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+            module.manual_seed(seed)
+        yield
