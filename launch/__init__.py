@@ -4,3 +4,5 @@
 # copy of every module in it.
 if __name__ != "ulysses.launch":
     raise ImportError(f"{__name__}: this package is named ulysses.launch; import it by that name")
+
+from ulysses.launch.environment import current_config as current_config
