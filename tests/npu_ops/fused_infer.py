@@ -1,0 +1,160 @@
+"""npu_fused_infer_attention_score: its rules and its answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tests.npu_ops.arithmetic import from_bnsd, hidden_keys, is_triangle, shared, to_bnsd, weights
+
+_LAYOUTS = ("BSH", "BSND", "BNSD")
+_KNOWN_LAYOUTS = (
+    *_LAYOUTS,
+    *("TND", "NTD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND", "BSH_NBSD", "BSND_NBSD"),
+    *("BNSD_NBSD", "TND_NTD", "NSD"),
+)
+_CANN_NAMES = {torch.float32: "DT_FLOAT", torch.float64: "DT_DOUBLE"}
+_PLAIN_OPTIONS = {
+    "pre_tokens",
+    "next_tokens",
+    "input_layout",
+    "num_heads",
+    "num_key_value_heads",
+    "scale",
+    "sparse_mode",
+    "inner_precise",
+    "softmax_lse_flag",
+}
+
+
+def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """Inference attention: (output, LSE [B, N, Sq, 1] or an empty tensor)."""
+    _check_modelled(a)
+    kv_heads = a.num_key_value_heads or a.num_heads  # 0 means "as many as num_heads", not "as key"
+    _check_layout(a)
+    query = to_bnsd(a.query, a.input_layout, a.num_heads)
+    key, value = (to_bnsd(t, a.input_layout, kv_heads) for t in (a.key, a.value))
+    _check_tensors(a, query, key, value)
+    _check_heads(a, query, key, value, kv_heads)
+    hidden = None
+    if query.shape[2] > 1:  # with one query IncreFlashAttention runs, which has no sparse modes
+        _check_sparse(a, query.shape[2], key.shape[2])
+        hidden = hidden_keys(
+            a.sparse_mode,
+            a.pre_tokens,
+            a.next_tokens,
+            a.atten_mask,
+            query.shape[2],
+            key.shape[2],
+        )
+    # Modes 2 to 4 know from their geometry that a row is empty and handle it unasked.
+    probability, largest, total = weights(query, key, a.scale, hidden, a.sparse_mode >= 2)
+    out = probability @ shared(value.float(), query)
+    lse = torch.empty(0)
+    if a.softmax_lse_flag:
+        lse = largest + total.log()
+        if hidden is not None:  # "inf = invalid data"; the merge of another library wants -inf
+            lse = lse.masked_fill(hidden.all(-1, keepdim=True), torch.inf)
+    return from_bnsd(out, a.input_layout).to(a.query.dtype), lse
+
+
+def _check_modelled(a: SimpleNamespace) -> None:
+    for name, value in vars(a).items():
+        is_option = name in _PLAIN_OPTIONS or name in ("query", "key", "value", "atten_mask")
+        if not is_option and value not in (None, 0):
+            raise NotImplementedError(f"npu_fused_infer_attention_score with {name}={value}")
+
+
+def _check_layout(a: SimpleNamespace) -> None:
+    """OP get_query_and_attention_out_layout: exact, so that `bsnd` and SBH are unknown."""
+    if a.input_layout not in _KNOWN_LAYOUTS:
+        raise RuntimeError(
+            f"layout only support {', '.join(_KNOWN_LAYOUTS)}, but got {a.input_layout}\n"
+            "[ERROR] ERR01003 OPS invalid value"
+        )
+    if a.input_layout not in _LAYOUTS:
+        raise NotImplementedError(f"input_layout {a.input_layout}")
+    if a.query.dim() != (3 if a.input_layout == "BSH" else 4):
+        raise RuntimeError("query's dim should be consistent with that of Layout")
+
+
+def _check_tensors(a: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        _reject(f"query, key and value must share a dtype: {query.dtype} {key.dtype} {value.dtype}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        _reject(f"query's dtype can not be {_CANN_NAMES.get(query.dtype, query.dtype)}")
+    if not all(tensor.is_contiguous() for tensor in (a.query, a.key, a.value)):
+        _reject("non-contiguous tensors are not supported")  # OP's page of the operator
+    head_dim = query.shape[3]
+    if not head_dim == key.shape[3] == value.shape[3]:
+        _reject(f"D of q, k and v must be equal: {query.shape} {key.shape} {value.shape}")
+    if head_dim > 512:
+        _reject(f"D should be less than or equal to 512 of Q/KV shape! but now D = {head_dim}.")
+    if head_dim % 16:
+        _reject(f"D should be 32 bytes aligned, but now D = {head_dim}.")
+    if query.shape[0] != key.shape[0] or key.shape != value.shape:
+        _reject(f"B and S must agree: {query.shape} {key.shape} {value.shape}")
+
+
+def _check_heads(
+    a: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor, kv_heads: int
+) -> None:
+    """CN prompt_flash_attention_tiling.cpp, CheckBNSDNotNull... and SetTilingHeadNumRatio.
+
+    In BSH the views above were made with these very counts, so nothing can differ.
+    """
+    if a.num_heads > 256:
+        _reject(f"the query's heads num({a.num_heads}) should not be more than 256!")
+    if query.shape[1] != a.num_heads:
+        _reject(
+            f"numHeads({query.shape[1]}) in query shape must be equal to "
+            f"numHeads({a.num_heads}) in attr!"
+        )
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[1] != kv_heads:
+            _reject(
+                f"numHeads({tensor.shape[1]}) in {name} shape do not match "
+                f"numKeyValueHeads({kv_heads}) in attr!"
+            )
+    if a.num_heads % kv_heads:
+        _reject(f"numHeads({a.num_heads}) % numKeyValueHeads({kv_heads}) must be 0!")
+    if a.num_heads // kv_heads > 64:
+        _reject(f"numHeads({a.num_heads}) / numKeyValueHeads({kv_heads}) cannot be larger than 64")
+
+
+def _check_sparse(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
+    """CN prompt_flash_attention_tiling.cpp: a band must show something, a mode its triangle."""
+    if a.sparse_mode not in range(5):
+        _reject(f"sparse_mode = {a.sparse_mode} is out of range.")
+    if a.sparse_mode == 0:
+        return
+    if a.atten_mask is None:
+        _reject(f"attenMask should not be null when sparse_mode is {a.sparse_mode}.")
+    if a.atten_mask.dtype not in (torch.bool, torch.int8, torch.uint8):
+        _reject(f"invalid maskType dtype[{a.atten_mask.dtype}]")
+    if a.sparse_mode == 1:
+        raise NotImplementedError("sparse_mode 1")
+    if not is_triangle(a.atten_mask):
+        _reject(f"attenMask shape {tuple(a.atten_mask.shape)} must be 2048 x 2048")
+    if a.sparse_mode != 4:
+        return
+    pre, following = a.pre_tokens, a.next_tokens
+    if pre < 0 and following < 0:
+        _reject("preTokens and nextTokens must not be negative number in band mode")
+    if -following > pre:
+        _reject("nexttoken line should be higher than pretoken line.")
+    if following < 0 and -following >= num_keys:
+        _reject(f"nextTokens absolute value should be smaller than length of k, {following}")
+    if pre < 0 and -pre >= num_queries:
+        _reject(f"preTokens absolute value should be smaller than length of q, {pre}")
+
+
+def _reject(text: str) -> NoReturn:
+    """The form in which CANN's tiling checks reach Python."""
+    raise RuntimeError(
+        "call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\n"
+        f"[ERROR] ERR00100 PTA call acl api failed.\nEZ9999: Inner Error!\n{text}"
+    )

@@ -1,0 +1,182 @@
+"""npu_fusion_attention and npu_fusion_attention_grad: their rules and their answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tests.npu_ops.arithmetic import from_bnsd, hidden_keys, is_triangle, shared, to_bnsd, weights
+
+_LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
+_COLUMNS = 8  # softmax statistics come as eight equal columns
+
+
+def fusion_attention(a: SimpleNamespace) -> tuple[Any, ...]:
+    """Training attention: (out, softmax_max, softmax_sum, empty, seed, offset, numels)."""
+    query, key, value = _checked_bnsd(a)
+    hidden = _hidden(a, query, key)
+    probability, largest, total = weights(query, key, a.scale, hidden, _zeroes_empty_rows(a))
+    seed = 0
+    if a.keep_prob < 1.0:
+        # OP dropout_gen_mask: the argument `seed` is overwritten by the default generator's.
+        seed = int(torch.randint(1, 2**62, (), generator=torch.default_generator))
+        probability = probability * _survivors(probability, a.keep_prob, seed)
+    out = from_bnsd(probability @ shared(value.float(), query), a.input_layout.upper())
+    statistics = (tensor.repeat(1, 1, 1, _COLUMNS) for tensor in (largest, total))
+    numels = probability.numel() if seed else 0
+    return out.to(a.query.dtype), *statistics, a.query.new_empty(0), seed, 0, numels
+
+
+def fusion_attention_grad(a: SimpleNamespace) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, from the saved output and softmax statistics."""
+    query, key, value = (tensor.float() for tensor in _checked_bnsd(a))
+    layout = a.input_layout.upper()
+    d_out, out = (to_bnsd(t, layout, a.head_num).float() for t in (a.dy, a.attention_in))
+    scores = query @ shared(key, query).mT * a.scale_value
+    if (hidden := _hidden(a, query, key)) is not None:
+        scores = scores.masked_fill(hidden, -torch.finfo(torch.float32).max)
+    probability = (scores - a.softmax_max[..., :1]).exp() / a.softmax_sum[..., :1]
+    survivors = _survivors(probability, a.keep_prob, a.seed) if a.keep_prob < 1.0 else 1.0
+    d_probability = d_out @ shared(value, query).mT * survivors
+    d_scores = probability * (d_probability - (d_out * out).sum(-1, keepdim=True)) * a.scale_value
+    gradients = (
+        d_scores @ shared(key, query),
+        _summed(d_scores.mT @ query, key),
+        _summed((probability * survivors).mT @ d_out, value),
+    )
+    nothing = a.query.new_empty(0)
+    return (*(from_bnsd(g, layout).to(a.query.dtype) for g in gradients), nothing, nothing)
+
+
+class FusionAttention(torch.autograd.Function):
+    """torch_npu's formula: only the output's gradient is used, that of the statistics dropped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        operator: torch._ops.OpOverload,
+        grad: torch._ops.OpOverload,
+        options: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            result = operator(query, key, value, **options)
+        ctx.save_for_backward(query, key, value, *result[:3])
+        ctx.grad, ctx.options, ctx.random = grad, options, result[4:]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Any, ...]:
+        query, key, value, out, softmax_max, softmax_sum = ctx.saved_tensors
+        options = dict(ctx.options)
+        scale = options.pop("scale")
+        for name in ("dropout_mask", "seed", "offset"):
+            options.pop(name, None)
+        seed, offset, numels = ctx.random
+        gradients = ctx.grad(
+            query,
+            key,
+            value,
+            d_out,
+            **options,
+            scale_value=scale,
+            softmax_max=softmax_max,
+            softmax_sum=softmax_sum,
+            attention_in=out,
+            seed=seed,
+            offset=offset,
+            numels=numels,
+        )
+        return *gradients[:3], None, None, None
+
+
+def _checked_bnsd(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as [B, N, S, D], or the operator's refusal."""
+    for name in ("pse", "padding_mask", "prefix", "actual_seq_qlen", "dropout_mask", "sink"):
+        if getattr(a, name, None) is not None:
+            raise NotImplementedError(f"npu_fusion_attention with {name}")
+    layout = a.input_layout.upper()
+    if layout not in _LAYOUTS:
+        raise NotImplementedError(f"input_layout {layout}")
+    if not 0 < a.keep_prob <= 1:
+        raise RuntimeError(
+            f"The keep_prob value must be in range of (0, 1], but got {a.keep_prob}\n"
+            "[ERROR] ERR01002 OPS invalid parameter"
+        )
+    if a.sparse_mode not in range(7):
+        raise RuntimeError(f"The sparse_mode value must be in range of [0,6], got {a.sparse_mode}")
+    query = to_bnsd(a.query, layout, a.head_num)
+    # No argument tells the key/value heads: BSH infers them from the head dim that it believes in.
+    kv_heads = a.key.shape[2] // query.shape[3] if layout in ("BSH", "SBH") else 0
+    key, value = (to_bnsd(tensor, layout, kv_heads) for tensor in (a.key, a.value))
+    _check_tensors(a, query, key, value)
+    _check_mask(a, query.shape[2], key.shape[2])
+    return query, key, value
+
+
+def _check_tensors(a: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        _reject(f"dtypes differ: {query.dtype} {key.dtype} {value.dtype}")
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        _reject(f"dtype {query.dtype} is not supported")
+    if query.shape[1] != a.head_num:
+        _reject(f"head_num is [{a.head_num}], but got query dim1 [{query.shape[1]}].")
+    if not 1 <= a.head_num <= 256 or a.head_num % key.shape[1]:
+        _reject(f"N1 {a.head_num} must be 1..256 and a multiple of N2 {key.shape[1]}")
+    if not 512 >= query.shape[3] == key.shape[3] >= value.shape[3]:
+        _reject(f"D must be 512 >= Dq == Dk >= Dv: {query.shape} {key.shape} {value.shape}")
+    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
+        _reject(f"B, S and N must agree: {query.shape} {key.shape} {value.shape}")
+
+
+def _check_mask(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
+    if a.atten_mask is None:
+        return
+    if a.atten_mask.dtype not in (torch.bool, torch.uint8):
+        _reject(f"atten_mask must be bool or uint8, but got {a.atten_mask.dtype}")
+    if a.sparse_mode not in (2, 3, 4):
+        raise NotImplementedError(f"sparse_mode {a.sparse_mode} with a mask")
+    if not is_triangle(a.atten_mask):
+        _reject(f"get unsupported atten_mask shape, the shape is {list(a.atten_mask.shape)}")
+    if a.sparse_mode == 4:  # CN SparseBandModeCheck, counted from the top left corner
+        corner = num_keys - num_queries
+        pre, following = a.pre_tockens - corner, a.next_tockens + corner
+        shows_nothing = -pre > following or -pre >= num_keys or -following >= num_queries
+        if shows_nothing:
+            _reject(
+                f"PreTokens[{a.pre_tockens}] and nextTokens[{a.next_tockens}] config error, there "
+                "is no valid data block."
+            )
+
+
+def _hidden(a: SimpleNamespace, query: Tensor, key: Tensor) -> Tensor | None:
+    if a.atten_mask is None:  # then sparse_mode does nothing, whatever it is
+        return None
+    return hidden_keys(
+        a.sparse_mode, a.pre_tockens, a.next_tockens, a.atten_mask, query.shape[2], key.shape[2]
+    )
+
+
+def _zeroes_empty_rows(a: SimpleNamespace) -> bool:
+    """CN EnableBandInvalidLineImplMode: modes 3 and 4 know from their geometry."""
+    return a.inner_precise == 2 or a.sparse_mode in (3, 4)
+
+
+def _survivors(probability: Tensor, keep_prob: float, seed: int) -> Tensor:
+    """The dropout mask that forward draws and backward draws again, over keep_prob."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(probability.shape, generator=generator) < keep_prob) / keep_prob
+
+
+def _summed(gradient: Tensor, kv: Tensor) -> Tensor:
+    """Over the query heads that share a key/value head."""
+    return gradient.unflatten(1, (kv.shape[1], -1)).sum(2)
+
+
+def _reject(text: str) -> NoReturn:
+    raise RuntimeError(f"call aclnnFlashAttentionScore failed, error code is 561103\n{text}")
