@@ -8,3 +8,32 @@ Letters in shapes, here and in every name's suffix (`q_blhd` is what this rank h
 
 Tensors are laid out as `[batch, seq, heads, dim]` everywhere.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ulysses.attention import UlyssesAttention as UlyssesAttention
+    from ulysses.config import Config as Config
+    from ulysses.config import load_config as load_config
+    from ulysses.mesh import init_mesh as init_mesh
+
+# Where each public name lives. It is loaded when it is first used: `ulysses --help` and reading a
+# configuration must not wait for torch.
+_HOMES = {
+    "Config": "ulysses.config",
+    "UlyssesAttention": "ulysses.attention",
+    "init_mesh": "ulysses.mesh",
+    "load_config": "ulysses.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ulysses' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
