@@ -6,3 +6,4 @@ if __name__ != "ulysses.launch":
     raise ImportError(f"{__name__}: this package is named ulysses.launch; import it by that name")
 
 from ulysses.launch.environment import current_config as current_config
+from ulysses.launch.environment import current_degrees as current_degrees

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ulysses.config import Config, load_config
+from ulysses.degrees import Degrees
 
 CONFIG_VARIABLE = "ULYSSES_CONFIG"
 
@@ -27,6 +28,14 @@ def current_config() -> Config:
             "or read a file with ulysses.load_config"
         )
     return load_config(path)
+
+
+def current_degrees() -> Degrees:
+    """dp, sp and tp of the running job, every `auto` settled: what `ulysses.init_mesh` takes.
+
+    Raises RuntimeError in a process that `ulysses launch` did not start.
+    """
+    return current_config().resolve(int(os.environ["WORLD_SIZE"]))
 
 
 def added_variables(

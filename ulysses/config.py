@@ -148,7 +148,13 @@ class Config:
         rest = self.takes_the_rest()
         if rest in ("sp", "tp"):
             others = counts["dp"] * counts["sp"] * counts["tp"]
-            counts[rest] = max(1, num_ranks // others)
+            if num_ranks % others:
+                names = "*".join(axis for axis in ("dp", "sp", "tp") if axis != rest)
+                raise ValueError(
+                    f"{names}={others} does not divide world {num_ranks}, so nothing whole is left "
+                    f"for {rest}=auto: start {others} ranks or a multiple of that, or lower one"
+                )
+            counts[rest] = num_ranks // others
         dp = None if rest == "dp" else counts["dp"]
         degrees = fit(num_ranks, sp=counts["sp"], tp=counts["tp"], dp=dp)
         self._check(sp=degrees.sp, tp=degrees.tp)

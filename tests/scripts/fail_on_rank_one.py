@@ -1,16 +1,15 @@
 """Launched by test_launch: rank 1 raises while the other ranks wait for it in a collective."""
 
-import sys
+import dataclasses
 import time
 
 import torch
 import torch.distributed as dist
 
-import ulysses.mesh
-from ulysses.launch import current_config
+import ulysses
+from ulysses.launch import current_degrees
 
-degrees = current_config().resolve(int(sys.argv[1]))
-mesh = ulysses.mesh.init_mesh(dp=degrees.dp, sp=degrees.sp, tp=degrees.tp, device_type="cpu")
+mesh = ulysses.init_mesh(**dataclasses.asdict(current_degrees()), device_type="cpu")
 dist.all_reduce(torch.ones(1), group=mesh["sp"].get_group())
 if mesh["sp"].get_local_rank() == 1:
     print(f"raised at {time.time()}", flush=True)
