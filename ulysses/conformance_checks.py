@@ -1,0 +1,218 @@
+"""One kernel under test, and the checks that compare it with the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ulysses.backends.base import Band, Dropout, LocalAttention
+from ulysses.conformance import CASES, SIZES, Case, reference_attention
+
+_NAMES = ("query", "key", "value")
+_PLAIN = SIZES[0]
+
+
+class Refused(Exception):
+    """The kernel refused the problem beforehand, and the call as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A kernel on one device in one dtype. Each check raises AssertionError or Refused."""
+
+    kernel: LocalAttention
+    device: torch.device
+    dtype: torch.dtype
+
+    def check_forward(self, case: Case) -> None:
+        """Values without gradients, twice, leaving the inputs alone."""
+        tensors = case.tensors(self.dtype, self.device)
+        with self.unmodified(tensors), torch.no_grad():
+            out = self.attend(case, tensors)
+            expected, _ = reference_attention(*tensors, band=case.band, scale=case.scale)
+            self.compare("output", out, expected)
+            self.compare("output of a second call", self.attend(case, tensors), expected)
+        assert not out.requires_grad, "output requires a gradient though gradients are disabled"
+
+    def check_backward(self, case: Case, wanted: tuple[bool, bool, bool] = (True,) * 3) -> None:
+        """Values and the gradient of each wanted input, for a random upstream gradient."""
+        tensors = case.tensors(self.dtype, self.device)
+        with self.unmodified(tensors):
+            out, leaves = self._with_leaves(case, tensors, wanted)
+            upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+            self._compare_gradients(case, out, leaves, upstream.to(out), wanted)
+
+    def check_partial_gradients(self) -> None:
+        """A frozen input stays without a gradient, and the others keep theirs."""
+        for wanted in ((True, False, False), (False, True, False), (False, False, True)):
+            self.check_backward(replace(_PLAIN, band=Band(None, 0)), wanted)
+
+    def check_expanded_upstream(self) -> None:
+        """The gradient of `.sum()` is one element with stride 0 everywhere."""
+        case = replace(_PLAIN, num_kv_heads=2, batch=2)
+        wanted = (True, True, True)
+        out, leaves = self._with_leaves(case, case.tensors(self.dtype, self.device), wanted)
+        upstream = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)
+        self._compare_gradients(case, out, leaves, upstream, wanted)
+
+    def check_head_counts_in_turn(self) -> None:
+        """Two layers share the kernel: a head count kept from one call would spoil the next."""
+        few, many = replace(_PLAIN, num_heads=2, num_kv_heads=1), replace(_PLAIN, num_heads=12)
+        for case in (few, many, few):
+            self.check_forward(case)
+            self.check_backward(case)
+
+    def check_mask_claims(self) -> None:
+        """`materialises` is a plain bool, and where it is false no Sq x Sk mask is made."""
+        for case in CASES:
+            problem = case.problem(self.dtype, self.device.type, requires_grad=False)
+            if self.kernel.unsupported(problem) is not None:
+                continue
+            claim = self.kernel.materialises(problem)
+            assert isinstance(claim, bool), f"materialises gave {claim!r} for {case.name}"
+            if not claim and min(case.num_queries, case.num_keys) > 1:
+                with torch.no_grad(), _MaskWatch(case) as watch:
+                    self.attend(case, case.tensors(self.dtype, self.device))
+                assert not watch.seen, f"a mask {watch.seen[0]} was made for {case.name}"
+
+    def check_log_sum_exp(self) -> None:
+        """Kernels that offer `attend_with_lse`: natural logarithm, -inf where nothing is seen."""
+        if not hasattr(self.kernel, "attend_with_lse"):
+            raise Refused("it has no attend_with_lse")
+        for case in CASES:
+            tensors = case.tensors(self.dtype, self.device)
+            band, scale = case.band, case.scale
+            self._expect_accepted(case, requires_grad=False)
+            with torch.no_grad():
+                out, lse = self.kernel.attend_with_lse(*tensors, band=band, scale=scale)
+                expected, expected_lse = reference_attention(*tensors, band=band, scale=scale)
+            self.compare(f"output of {case.name}", out, expected)
+            assert lse.dtype == torch.float32, f"log-sum-exp is {lse.dtype}, expected float32"
+            self.compare(f"log-sum-exp of {case.name}", lse, expected_lse, like=torch.float32)
+
+    def attend(
+        self, case: Case, tensors: tuple[Tensor, ...], dropout: Dropout | None = None
+    ) -> Tensor:
+        """Call the kernel; if it refuses the problem, see that it refuses the call as well."""
+        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        query, key, value = tensors
+
+        def call() -> Tensor:
+            return self.kernel(query, key, value, band=case.band, scale=case.scale, dropout=dropout)
+
+        try:
+            self._expect_accepted(
+                case, requires_grad=requires_grad, dropout_p=dropout.p if dropout else 0.0
+            )
+        except Refused as refusal:
+            with contextlib.suppress(ValueError, NotImplementedError, RuntimeError, TypeError):
+                call()
+                raise AssertionError(
+                    f"it ran what `unsupported` had refused with {str(refusal)!r}"
+                ) from None
+            raise
+        out = call()
+        assert out.dtype == self.dtype, f"output is {out.dtype}, expected {self.dtype}"
+        return out
+
+    def compare(
+        self, what: str, found: Tensor, expected: Tensor, like: torch.dtype | None = None
+    ) -> None:
+        """Shape and values, within the bound of this dtype."""
+        assert found.shape == expected.shape, (
+            f"{what} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+        )
+        finite = expected.isfinite()
+        assert bool((found.double()[~finite] == expected[~finite]).all()), (
+            f"{what}: expected -inf where no key is seen"
+        )
+        found, expected = found.double()[finite], expected[finite]
+        if not expected.numel():
+            return
+        error = (found - expected).abs().max().item()
+        bound = _bound(self.dtype if like is None else max(self.dtype, like, key=_bound))
+        bound *= max(1.0, expected.abs().max().item())
+        assert error <= bound, f"{what} is off by {error:.3g}, more than {bound:.3g}"
+
+    @contextlib.contextmanager
+    def unmodified(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+        before = [tensor.clone() for tensor in tensors]
+        yield
+        for name, tensor, copy in zip(_NAMES, tensors, before, strict=True):
+            assert torch.equal(tensor, copy), f"{name} was modified"
+
+    def _with_leaves(
+        self, case: Case, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        leaves = tuple(
+            tensor.detach().requires_grad_(want)
+            for tensor, want in zip(tensors, wanted, strict=True)
+        )
+        out = self.attend(case, leaves)
+        assert out.requires_grad, "output has no gradient though an input requires one"
+        return out, leaves
+
+    def _compare_gradients(
+        self,
+        case: Case,
+        out: Tensor,
+        leaves: tuple[Tensor, ...],
+        upstream: Tensor,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        expected, _ = reference_attention(*leaves, band=case.band, scale=case.scale)
+        self.compare("output", out, expected)
+        names = [name for name, want in zip(_NAMES, wanted, strict=True) if want]
+        inputs = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        found = torch.autograd.grad(out, inputs, upstream, allow_unused=True)
+        true = torch.autograd.grad(expected, inputs, upstream.double())
+        for name, gradient, true_gradient in zip(names, found, true, strict=True):
+            assert gradient is not None, f"gradient of {name} is missing"
+            self.compare(f"gradient of {name}", gradient, true_gradient.double())
+
+    def _expect_accepted(self, case: Case, *, requires_grad: bool, dropout_p: float = 0.0) -> None:
+        problem = case.problem(
+            self.dtype, self.device.type, requires_grad=requires_grad, dropout_p=dropout_p
+        )
+        reason = self.kernel.unsupported(problem)
+        if reason is not None:
+            given = isinstance(reason, str) and bool(reason.strip())
+            assert given, f"unsupported gave {reason!r}, which is not a reason"
+            raise Refused(reason)
+
+
+class _MaskWatch(TorchDispatchMode):
+    """Notes every tensor that is one Sq x Sk matrix for all heads: a mask, whatever its dtype."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._size = (case.num_queries, case.num_keys)
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        rows, columns = self._size
+        if (
+            isinstance(result, Tensor)
+            and tuple(result.shape[-2:]) == self._size
+            and result.numel() == rows * columns
+        ):
+            self.seen.append(f"{result.dtype} {tuple(result.shape)}")
+        return result
+
+
+def _bound(dtype: torch.dtype) -> float:
+    """The largest error relative to the largest value, for sums over a few hundred elements.
+
+    Half precisions round inputs of the second product and the result: a few units in the last
+    place of the largest value.
+    """
+    if dtype in (torch.float64, torch.float32):
+        return {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
+    return 4 * torch.finfo(dtype).eps
