@@ -131,9 +131,11 @@ def test_ranks_waiting_for_one_that_raised_are_not_waited_for(
 def test_a_hang_says_where_each_rank_stands(pool: PoolOf) -> None:
     pool(3).run(worker_state)
     with pytest.raises(WorkerError, match="in wait_for_rank_one") as caught:
-        pool(3).run(wait_for_rank_one, timeout=0.3)
+        pool(3).run(wait_for_rank_one, timeout=1)
     assert set(caught.value.errors) == {0, 2}
-    assert caught.value.errors[0] == ("NoAnswer", "no answer after 0.3 s")
+    kind, text = caught.value.errors[0]
+    assert kind == "NoAnswer"
+    assert text.startswith("no answer after 1.")
 
 
 def test_warnings_are_errors_in_the_workers_too(pool: PoolOf) -> None:
