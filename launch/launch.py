@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code: 2 if nothing could start, else that of the process that failed first."""
     try:
         config = load_config(arguments.config)
+        _check_backend(config.attention.backend)
         degrees = degrees_asked(config, num_nodes=arguments.nnodes, per_node=arguments.nproc)
         words = torchrun_words(arguments, degrees)
     except (ValueError, TypeError, OSError) as error:
@@ -67,6 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
     from ulysses.launch.agent import run_torchrun  # loads torch: not before all is checked
 
     return run_torchrun(words, degrees.num_ranks)
+
+
+def _check_backend(name: str) -> None:
+    if name == "auto":
+        return
+    from ulysses.backends.registry import backend_names  # loads torch
+
+    if name not in (known := backend_names()):
+        raise ValueError(
+            f"attention.backend={name!r} is not known: give {', '.join(known)} or auto"
+        )
 
 
 def degrees_asked(config: Config, *, num_nodes: int, per_node: int | None) -> Degrees:
