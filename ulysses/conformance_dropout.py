@@ -19,7 +19,7 @@ _DROPOUT = Dropout(p=_P, seed=1234)
 
 def check_dropout(subject: Subject) -> None:
     """A share p of the weights is dropped, the rest scaled, by seed and place, and replayed."""
-    random_state = torch.get_rng_state()
+    random_state = _random_state(subject.device)
     weights = _weights(subject, _DROPOUT)
     _check_share(subject, weights)
     assert torch.equal(weights, _weights(subject, _DROPOUT)), "the same seed gave another pattern"
@@ -34,14 +34,23 @@ def check_dropout(subject: Subject) -> None:
     heads_repeat = any(torch.equal(weights[:, :, 0], weights[:, :, h]) for h in range(1, 4))
     assert not heads_repeat, "two heads share one pattern"
     _check_replay(subject, weights)
-    assert torch.equal(torch.get_rng_state(), random_state), "the global random state was moved"
+    assert torch.equal(_random_state(subject.device), random_state), (
+        "the device's random state was moved"
+    )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _weights(subject: Subject, dropout: Dropout) -> Tensor:
     """The weights [B, Sq, H, Sk] after dropout, which without it would all be 1/Sk."""
     query, key, value = _inputs(subject)
     with torch.no_grad():
-        return subject.attend(_CASE, (query, key, value), dropout)
+        return subject.attend(_CASE, (query, key, value), dropout).cpu()
 
 
 def _inputs(subject: Subject) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,5 +78,5 @@ def _check_replay(subject: Subject, weights: Tensor) -> None:
     out = subject.attend(_CASE, (query, key, value), _DROPOUT)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     (gradient,) = torch.autograd.grad(out, value, upstream)
-    expected = torch.einsum("bqhk,bqhd->bkhd", weights.double(), upstream.double())
+    expected = torch.einsum("bqhk,bqhd->bkhd", weights.double(), upstream.cpu().double())
     subject.compare("gradient of value under dropout", gradient, expected)

@@ -64,7 +64,7 @@ def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _check_modelled(a: SimpleNamespace) -> None:
     for name, value in vars(a).items():
         is_option = name in _PLAIN_OPTIONS or name in ("query", "key", "value", "atten_mask")
-        if not is_option and value not in (None, 0):
+        if not is_option and (isinstance(value, Tensor) or value not in (None, 0)):
             raise NotImplementedError(f"npu_fused_infer_attention_score with {name}={value}")
 
 
