@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import types
+from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_SECONDS = 2  # for the script's exit handlers, after it has raised
@@ -21,18 +22,19 @@ EXIT_SECONDS = 2  # for the script's exit handlers, after it has raised
 
 def main() -> None:
     """Runs the script or module in sys.argv as `__main__`; returns only if it did not fail."""
+    record = _recorder()
     try:
         _run(sys.argv[1:])
     except SystemExit as error:
         if error.code in (None, 0):
             raise
-        _record(error)
+        record(error)
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         _exit(error.code if isinstance(error.code, int) else 1)
     except Exception as error:
         error.__traceback__ = _own_frames(error.__traceback__)
-        _record(error)
+        record(error)
         sys.excepthook(type(error), error, error.__traceback__)
         _exit(1)
 
@@ -54,11 +56,16 @@ def _own_frames(trace: types.TracebackType | None) -> types.TracebackType | None
     return trace
 
 
-def _record(error: BaseException) -> None:
-    """Leaves the error where torch's agent looks for it."""
+def _recorder() -> Callable[[BaseException], None]:
+    """Leaves an error where torch's agent looks for it; without an agent, nowhere.
+
+    Made before the script runs: imports would take their time when a failed rank has none.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return lambda error: None
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(error)
+    return get_error_handler().record_exception
 
 
 def _exit(code: int) -> NoReturn:
