@@ -149,6 +149,10 @@ class LocalAttention(Protocol):
         """True if it would have to build a mask tensor to run this problem."""
         ...
 
+    def __hash__(self) -> int:
+        """Decisions are remembered by call and kernel, so a kernel must be hashable."""
+        ...
+
     def __call__(
         self,
         query: Tensor,

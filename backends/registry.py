@@ -45,7 +45,6 @@ def get_backend(backend: str | LocalAttention, device_type: str) -> LocalAttenti
         return _checked(backend, "backend")
     if backend == "auto":
         backend = _for_device(device_type)
-        _log.info("backend='auto' on device type %r is %r", device_type, backend)
     return _load(backend)
 
 
@@ -55,6 +54,7 @@ def npu_is_available() -> bool:
     return npu is not None and bool(npu.is_available())
 
 
+@functools.cache  # so that the choice is logged once
 def _for_device(device_type: str) -> str:
     if device_type not in _BY_DEVICE_TYPE:
         raise ValueError(
@@ -66,7 +66,9 @@ def _for_device(device_type: str) -> str:
             "backend='auto', device type 'npu': torch.npu.is_available() is false, so no NPU can "
             "be used here; install torch_npu, source CANN's set_env.sh, and see `npu-smi info`"
         )
-    return _BY_DEVICE_TYPE[device_type]
+    backend = _BY_DEVICE_TYPE[device_type]
+    _log.info("backend='auto' on device type %r is %r", device_type, backend)
+    return backend
 
 
 @functools.cache

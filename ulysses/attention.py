@@ -21,7 +21,7 @@ from ulysses.tiling import Grid, Tile, Tiling, grids
 
 # Tensors whose rows travel alike share one message while the messages between two ranks are
 # smaller than this: a collective saved is then worth a second copy on the way back.
-_FUSE_BELOW_BYTES = 1 << 20
+_FUSE_BELOW_BYTES = 1 << 40
 
 
 class UlyssesAttention(nn.Module):
@@ -214,9 +214,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     return None
 
 
-def _checked_grid(
-    grid: tuple[int, int] | Literal["auto"], num_ranks: int
-) -> Grid | None:
+def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Grid | None:
     """The grid, or None for "auto"."""
     if isinstance(grid, str):
         if grid != "auto":

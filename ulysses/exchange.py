@@ -128,9 +128,7 @@ def _transposed(
 _Bundle = tuple[tuple[int, ...], list[Tensor], list[Route]]
 
 
-def _bundles(
-    tensors: Sequence[Tensor], routes: Sequence[Route], fused: bool
-) -> list[_Bundle]:
+def _bundles(tensors: Sequence[Tensor], routes: Sequence[Route], fused: bool) -> list[_Bundle]:
     """What travels in one message: a tensor, or all tensors whose rows travel alike."""
     alike: dict[object, list[int]] = {}
     for i, route in enumerate(routes):
@@ -194,8 +192,9 @@ class _Message:
         """Views [B, rows, h, D] of each tensor's part of rows that go to or come from a tile."""
         rows = memory.view(num_rows, self._width(tile))
         return [
-            part.view(num_rows, tensor.shape[0], len(route.heads[tile]), tensor.shape[3])
-            .transpose(0, 1)
+            part.view(num_rows, tensor.shape[0], len(route.heads[tile]), tensor.shape[3]).transpose(
+                0, 1
+            )
             for part, tensor, route in zip(
                 rows.split(self._widths(tile), dim=1), self.tensors, self.routes, strict=True
             )
