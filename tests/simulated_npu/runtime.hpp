@@ -5,20 +5,23 @@
 //   #include "runtime.hpp"                  // link with -L<cache> -l:libascendcl.so
 //
 //   SIMNPU_API aclnnStatus aclnnAbsGetWorkspaceSize(const aclTensor* self, aclTensor* out, ...) {
-//     if (bad) { simnpu::set_error("aclnnAbs: what was wrong, the values, the rule"); return 161002; }
-//   }                                       // argument rules: on the host, the stream stays healthy
-//   SIMNPU_API aclnnStatus aclnnAbs(void* workspace, uint64_t size, aclOpExecutor* run, aclrtStream stream) {
-//     auto work = take_work(run);           // owns all it touches: the caller frees aclTensors at once
-//     return simnpu::submit(stream, [work] { work(); return ACL_SUCCESS; }, "aclnnAbs");
+//     if (bad) { simnpu::set_error("aclnnAbs: what was wrong, the values, the rule"); return
+//     161002; }
+//   }                                       // argument rules: on the host, the stream stays
+//   healthy SIMNPU_API aclnnStatus aclnnAbs(void* workspace, uint64_t size, aclOpExecutor* run,
+//   aclrtStream stream) {
+//     auto work = take_work(run);           // owns all it touches: the caller frees aclTensors at
+//     once return simnpu::submit(stream, [work] { work(); return ACL_SUCCESS; }, "aclnnAbs");
 //   }
 //
-// A task that fails calls set_error (on the thread that runs it) and returns a code other than 0, or
-// throws. From then on its stream is broken, as after aclrtSetStreamFailureMode(stop on failure), which
-// torch_npu asks for: later tasks do not run, submit and every synchronise return the first failure
-// and set its text, and an event recorded on the stream hands the failure to whoever waits for it.
-// SIMNPU_ASYNC=1 gives every stream a worker thread; without it a task runs inside submit.
-// Tasks read and write device memory directly: it is ordinary memory of this process, filled with the
-// byte 0xCB when allocated. device_of tells device memory from host memory.
+// A task that fails calls set_error (on the thread that runs it) and returns a code other than 0,
+// or throws. From then on its stream is broken, as after aclrtSetStreamFailureMode(stop on
+// failure), which torch_npu asks for: later tasks do not run, submit and every synchronise return
+// the first failure and set its text, and an event recorded on the stream hands the failure to
+// whoever waits for it. SIMNPU_ASYNC=1 gives every stream a worker thread; without it a task runs
+// inside submit. Tasks read and write device memory directly: it is ordinary memory of this
+// process, filled with the byte 0xCB when allocated. device_of tells device memory from host
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +35,8 @@
 
 namespace simnpu {
 
-// Text that this thread's next aclGetRecentErrMsg returns; torch_npu appends it to its RuntimeError.
+// Text that this thread's next aclGetRecentErrMsg returns; torch_npu appends it to its
+// RuntimeError.
 SIMNPU_EXPORT void set_error(const std::string& text);
 
 // The device whose memory holds all of [pointer, pointer + bytes), or -1.
