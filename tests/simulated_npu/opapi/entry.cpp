@@ -81,7 +81,8 @@ aclnnStatus plan(const char* name, uint64_t* workspace_size, aclOpExecutor** exe
     *executor = new aclOpExecutor{name, make()};
     return ACL_SUCCESS;
   } catch (const Refused& refused) {
-    return report(name, refused.status, refused.what());
+    set_error(refused.what());
+    return refused.status;
   } catch (const c10::Error& error) {
     return report(name, kInvalidParameter, error.what_without_backtrace());
   } catch (const std::exception& error) {

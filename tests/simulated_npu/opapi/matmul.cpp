@@ -1,15 +1,17 @@
 // Matrix products. The last argument is cubeMathType, the precision the cube unit may use: ignored here,
 // products are those of the CPU in the operands' own type.
 #include "entry.hpp"
+#include "refusal.hpp"
 
 namespace simnpu::op {
 namespace {
 
 // The cube unit has no double precision: aclnnMatmul lists DT_FLOAT, DT_FLOAT16 and DT_BF16.
 void check_types(const Tensor& x) {
-  if (x.scalar_type() == at::kFloat || x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) return;
-  throw Refused(kInvalidParameter, "Tensor self not implemented for " + data_type_name(x.scalar_type()) +
-                                       ", should be in dtype support list [DT_FLOAT,DT_FLOAT16,DT_BF16,].");
+  const at::ScalarType type = x.scalar_type();
+  require_parameter(type == at::kFloat || type == at::kHalf || type == at::kBFloat16,
+                    "Tensor self not implemented for ", data_type_name(type),
+                    ", should be in dtype support list [DT_FLOAT,DT_FLOAT16,DT_BF16,].");
 }
 
 }  // namespace

@@ -1,0 +1,32 @@
+// The texts with which CANN's host side turns a call down, in the form that torch_npu appends to its
+// RuntimeError (ascend.md 2.1).
+#pragma once
+
+#include <c10/util/StringUtil.h>
+
+#include <string>
+
+#include "entry.hpp"
+
+namespace simnpu::op {
+
+// "EZ9999: Inner Error! ... <message> ... <op> do tiling failed".
+std::string tiling_text(const char* op, const std::string& message);
+
+// "EZ1001 ... <message>": a rule of the aclnn function itself, before tiling.
+std::string parameter_text(const std::string& message);
+
+template <class... Parts>
+void require_tiling(bool kept, const char* op, int status, const Parts&... parts) {
+  if (!kept) throw Refused(status, tiling_text(op, c10::str(parts...)));
+}
+
+template <class... Parts>
+void require_parameter(bool kept, const Parts&... parts) {
+  if (!kept) throw Refused(kInvalidParameter, parameter_text(c10::str(parts...)));
+}
+
+// Sizes as CANN prints them: [1, 5, 64, 128].
+std::string shape_text(at::IntArrayRef sizes);
+
+}  // namespace simnpu::op
