@@ -4,26 +4,25 @@
 namespace simnpu::op {
 
 OPERATOR(aclnnSilu, [](Tensor x, Out out) { out = at::silu(x); })
-OPERATOR(aclnnSiluBackward, [](Tensor grad, Tensor x, Out out) { out = at::silu_backward(grad, x); })
+OPERATOR(aclnnSiluBackward,
+         [](Tensor grad, Tensor x, Out out) { out = at::silu_backward(grad, x); })
 
-// Without TORCH_NPU_USE_COMPATIBLE_IMPL torch_npu drops `approximate` and calls the V1 entries, and CANN's
-// Gelu has one formula, the tanh one (hicann/ops-nn, activation/gelu/README.md). So F.gelu(x) on a device is
-// F.gelu(x, approximate="tanh"), up to 5e-4 from the exact form.
+// Without TORCH_NPU_USE_COMPATIBLE_IMPL torch_npu drops `approximate` and calls the V1 entries, and
+// CANN's Gelu has one formula, the tanh one (hicann/ops-nn, activation/gelu/README.md). So
+// F.gelu(x) on a device is F.gelu(x, approximate="tanh"), up to 5e-4 from the exact form.
 OPERATOR(aclnnGelu, [](Tensor x, Out out) { out = at::gelu(x, "tanh"); })
-OPERATOR(aclnnGeluBackward, [](Tensor grad, Tensor x, Out out) {
-  out = at::gelu_backward(grad, x, "tanh");
-})
-OPERATOR(aclnnGeluV2, [](Tensor x, int64_t tanh, Out out) {
-  out = at::gelu(x, tanh ? "tanh" : "none");
-})
+OPERATOR(aclnnGeluBackward,
+         [](Tensor grad, Tensor x, Out out) { out = at::gelu_backward(grad, x, "tanh"); })
+OPERATOR(aclnnGeluV2,
+         [](Tensor x, int64_t tanh, Out out) { out = at::gelu(x, tanh ? "tanh" : "none"); })
 OPERATOR(aclnnGeluBackwardV2, [](Tensor grad, Tensor x, std::string approximate, Out out) {
   out = at::gelu_backward(grad, x, approximate);
 })
 
-OPERATOR(aclnnSigmoidBackward, [](Tensor grad, Tensor y, Out out) {
-  out = at::sigmoid_backward(grad, y);
-})
-OPERATOR(aclnnTanhBackward, [](Tensor grad, Tensor y, Out out) { out = at::tanh_backward(grad, y); })
+OPERATOR(aclnnSigmoidBackward,
+         [](Tensor grad, Tensor y, Out out) { out = at::sigmoid_backward(grad, y); })
+OPERATOR(aclnnTanhBackward,
+         [](Tensor grad, Tensor y, Out out) { out = at::tanh_backward(grad, y); })
 OPERATOR(aclnnThresholdBackward, [](Tensor grad, Tensor x, Scalar threshold, Out out) {
   out = at::threshold_backward(grad, x, threshold);
 })

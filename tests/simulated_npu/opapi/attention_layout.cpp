@@ -12,23 +12,33 @@ int axis_of(const std::string& layout, char letter) {
 
 }  // namespace
 
-std::string input_layout(const std::string& name) { return name.substr(0, name.find('_')); }
+std::string input_layout(const std::string& name) {
+  return name.substr(0, name.find('_'));
+}
 
 std::string output_layout(const std::string& name) {
   const std::size_t bar = name.find('_');
   return bar == std::string::npos ? name : name.substr(bar + 1);
 }
 
-bool is_packed(const std::string& layout) { return axis_of(layout, 'T') >= 0; }
+bool is_packed(const std::string& layout) {
+  return axis_of(layout, 'T') >= 0;
+}
 
-int batch_axis(const std::string& layout) { return axis_of(layout, 'B'); }
+int batch_axis(const std::string& layout) {
+  return axis_of(layout, 'B');
+}
 
-int row_axis(const std::string& layout) { return axis_of(layout, is_packed(layout) ? 'T' : 'S'); }
+int row_axis(const std::string& layout) {
+  return axis_of(layout, is_packed(layout) ? 'T' : 'S');
+}
 
-int head_axis(const std::string& layout) { return axis_of(layout, 'N'); }
+int head_axis(const std::string& layout) {
+  return axis_of(layout, 'N');
+}
 
-at::Tensor rows_of(const at::Tensor& tensor, const std::string& layout, int64_t heads, int64_t batch,
-                   Range rows) {
+at::Tensor rows_of(const at::Tensor& tensor, const std::string& layout, int64_t heads,
+                   int64_t batch, Range rows) {
   at::Tensor view = tensor.slice(row_axis(layout), rows.begin, rows.end);
   std::string axes = layout;
   if (const int axis = batch_axis(axes); axis >= 0) {
@@ -36,7 +46,8 @@ at::Tensor rows_of(const at::Tensor& tensor, const std::string& layout, int64_t 
     axes.erase(axis, 1);
   }
   if (head_axis(axes) < 0) {
-    TORCH_CHECK(view.size(-1) % heads == 0, "H ", view.size(-1), " is not a multiple of ", heads, " heads");
+    TORCH_CHECK(view.size(-1) % heads == 0, "H ", view.size(-1), " is not a multiple of ", heads,
+                " heads");
     view = view.unflatten(-1, {heads, view.size(-1) / heads});
     axes = "SND";
   }

@@ -15,7 +15,8 @@ at::Tensor band(int64_t rows, int64_t keys, int64_t before, int64_t after) {
   return at::logical_and(distance >= -before, distance <= after);
 }
 
-at::Tensor written_mask(const at::Tensor& mask, int64_t batch, int64_t rows, int64_t keys, bool per_head) {
+at::Tensor written_mask(const at::Tensor& mask, int64_t batch, int64_t rows, int64_t keys,
+                        bool per_head) {
   at::Tensor part = mask;
   if (part.dim() > 2) part = part.select(0, part.size(0) == 1 ? 0 : batch);
   if (part.dim() == 3 && !per_head) part = part.slice(0, 0, 1);

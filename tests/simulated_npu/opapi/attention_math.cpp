@@ -10,7 +10,9 @@ namespace {
 constexpr float kMost = std::numeric_limits<float>::max();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
+at::Tensor wide(const at::Tensor& tensor) {
+  return tensor.to(at::kFloat);
+}
 
 // [Nkv, S, D] -> [N, S, D], each key/value head for the query heads of its group.
 at::Tensor for_each_query_head(const at::Tensor& tensor, int64_t heads) {
@@ -48,7 +50,8 @@ Attention attend(const Problem& problem) {
   const at::Tensor value = for_each_query_head(problem.value, heads);
   if (value.size(1) == 0) {
     const at::Tensor nothing = at::zeros({heads, rows, 1});
-    return {at::zeros({heads, rows, value.size(2)}), nothing, nothing, at::ones_like(nothing, at::kBool)};
+    return {at::zeros({heads, rows, value.size(2)}), nothing, nothing,
+            at::ones_like(nothing, at::kBool)};
   }
   const at::Tensor scores = scores_of(problem);
   const at::Tensor highest = at::amax(scores, {-1}, true);
@@ -76,7 +79,8 @@ Gradients attend_backward(const Problem& problem, const at::Tensor& out, const a
   const at::Tensor along = (grad * wide(out)).sum(-1, true);
   const at::Tensor grad_scores = weights * (grad_weights - along);
   const at::Tensor grad_value = at::bmm(dropped(weights, problem).transpose(1, 2), grad);
-  const at::Tensor grad_key = at::bmm(grad_scores.transpose(1, 2), wide(problem.query)) * problem.scale;
+  const at::Tensor grad_key =
+      at::bmm(grad_scores.transpose(1, 2), wide(problem.query)) * problem.scale;
   return {at::bmm(grad_scores, key) * problem.scale, sum_over_groups(grad_key, kv_heads),
           sum_over_groups(grad_value, kv_heads), grad_scores};
 }

@@ -7,8 +7,9 @@
 
 namespace simnpu::op {
 
-// What a row gives whose computed scores are all hidden: the average of V over them, because all are equal,
-// or zeros, with the kernels' handling of invalid rows. A row with no computed score gives zeros always.
+// What a row gives whose computed scores are all hidden: the average of V over them, because all
+// are equal, or zeros, with the kernels' handling of invalid rows. A row with no computed score
+// gives zeros always.
 enum class EmptyRows { kAverage, kZero };
 
 struct Problem {
@@ -23,12 +24,13 @@ struct Problem {
   double keep_prob = 1.0;
 };
 
-// float32. Rows that give zeros have max -FLT_MAX and sum FLT_MAX, the training kernel's convention.
+// float32. Rows that give zeros have max -FLT_MAX and sum FLT_MAX, the training kernel's
+// convention.
 struct Attention {
-  at::Tensor out;    // [N, Sq, Dv]
-  at::Tensor max;    // [N, Sq, 1]
-  at::Tensor sum;    // [N, Sq, 1], before dropout
-  at::Tensor zero;   // bool [N, Sq, 1]: this row was given zeros
+  at::Tensor out;   // [N, Sq, Dv]
+  at::Tensor max;   // [N, Sq, 1]
+  at::Tensor sum;   // [N, Sq, 1], before dropout
+  at::Tensor zero;  // bool [N, Sq, 1]: this row was given zeros
 };
 
 struct Gradients {
@@ -40,7 +42,8 @@ struct Gradients {
 
 Attention attend(const Problem& problem);
 
-// The gradients of attend, which the kernel gets from its saved output, max and sum ([N, Sq, 1] each).
+// The gradients of attend, which the kernel gets from its saved output, max and sum ([N, Sq, 1]
+// each).
 Gradients attend_backward(const Problem& problem, const at::Tensor& out, const at::Tensor& max,
                           const at::Tensor& sum, const at::Tensor& grad_out);
 

@@ -37,15 +37,12 @@ OPERATOR(aclnnEqual, [](Tensor x, Tensor y, Out out) -> Work {
   return [=] { out.view().fill_(at::equal(x, y)); };
 })
 
-OPERATOR(aclnnSWhere, [](Tensor condition, Tensor x, Tensor y, Out out) {
-  out = at::where(condition, x, y);
-})
-OPERATOR(aclnnInplaceMaskedFillScalar, [](Tensor x, Tensor mask, Scalar value) {
-  x.masked_fill_(mask, value);
-})
-OPERATOR(aclnnInplaceMaskedFillTensor, [](Tensor x, Tensor mask, Tensor value) {
-  x.masked_fill_(mask, value);
-})
+OPERATOR(aclnnSWhere,
+         [](Tensor condition, Tensor x, Tensor y, Out out) { out = at::where(condition, x, y); })
+OPERATOR(aclnnInplaceMaskedFillScalar,
+         [](Tensor x, Tensor mask, Scalar value) { x.masked_fill_(mask, value); })
+OPERATOR(aclnnInplaceMaskedFillTensor,
+         [](Tensor x, Tensor mask, Tensor value) { x.masked_fill_(mask, value); })
 OPERATOR(aclnnNanToNum, [](Tensor x, float nan, float positive, float negative, Out out) {
   out = at::nan_to_num(x, nan, positive, negative);
 })

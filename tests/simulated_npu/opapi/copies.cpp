@@ -17,16 +17,14 @@ OPERATOR(aclnnConstantPadNd, [](Tensor x, IntArray padding, Scalar value, Out ou
   out = at::constant_pad_nd(x, padding, value);
 })
 OPERATOR(aclnnRepeat, [](Tensor x, IntArray times, Out out) { out = x.repeat(times); })
-OPERATOR(aclnnRepeatInterleaveInt, [](Tensor x, int64_t times, int64_t, Out out) {
-  out = at::repeat_interleave(x, times);
-})
+OPERATOR(aclnnRepeatInterleaveInt,
+         [](Tensor x, int64_t times, int64_t, Out out) { out = at::repeat_interleave(x, times); })
 OPERATOR(aclnnRepeatInterleaveIntWithDim,
          [](Tensor x, int64_t times, int64_t dim, int64_t, Out out) {
            out = at::repeat_interleave(x, times, dim);
          })
 OPERATOR(aclnnFlip, [](Tensor x, IntArray dims, Out out) { out = at::flip(x, dims); })
-OPERATOR(aclnnRoll, [](Tensor x, IntArray shifts, IntArray dims, Out out) {
-  out = at::roll(x, shifts, dims);
-})
+OPERATOR(aclnnRoll,
+         [](Tensor x, IntArray shifts, IntArray dims, Out out) { out = at::roll(x, shifts, dims); })
 
 }  // namespace simnpu::op

@@ -7,9 +7,8 @@ OPERATOR(aclnnInplaceZero, [](Tensor x) { x.zero_(); })
 OPERATOR(aclnnInplaceOne, [](Tensor x) { x.fill_(1); })
 OPERATOR(aclnnInplaceFillScalar, [](Tensor x, Scalar value) { x.fill_(value); })
 OPERATOR(aclnnInplaceFillTensor, [](Tensor x, Tensor value) { x.fill_(value); })
-OPERATOR(aclnnInplaceFillDiagonal, [](Tensor x, Scalar value, bool wrap) {
-  x.fill_diagonal_(value, wrap);
-})
+OPERATOR(aclnnInplaceFillDiagonal,
+         [](Tensor x, Scalar value, bool wrap) { x.fill_diagonal_(value, wrap); })
 
 OPERATOR(aclnnArange, [](Scalar start, Scalar end, Scalar step, Out out) {
   out = at::arange(start, end, step, out.view().options());

@@ -3,7 +3,7 @@
 
 namespace simnpu::op {
 
-#define UNARY(name, function) \
+#define UNARY(name, function)                                             \
   OPERATOR(aclnn##name, [](Tensor x, Out out) { out = at::function(x); }) \
   OPERATOR(aclnnInplace##name, [](Tensor x) { x.copy_(at::function(x)); })
 
@@ -67,12 +67,10 @@ std::optional<c10::string_view> rounding(int64_t mode) {
   if (mode == 0) return std::nullopt;
   return mode == 1 ? "trunc" : "floor";
 }
-OPERATOR(aclnnDivMod, [](Tensor x, Tensor y, int64_t mode, Out out) {
-  out = at::div(x, y, rounding(mode));
-})
-OPERATOR(aclnnDivMods, [](Tensor x, Scalar y, int64_t mode, Out out) {
-  out = at::div(x, y, rounding(mode));
-})
+OPERATOR(aclnnDivMod,
+         [](Tensor x, Tensor y, int64_t mode, Out out) { out = at::div(x, y, rounding(mode)); })
+OPERATOR(aclnnDivMods,
+         [](Tensor x, Scalar y, int64_t mode, Out out) { out = at::div(x, y, rounding(mode)); })
 
 OPERATOR(aclnnRemainderTensorTensor, [](Tensor x, Tensor y, Out out) { out = at::remainder(x, y); })
 OPERATOR(aclnnRemainderTensorScalar, [](Tensor x, Scalar y, Out out) { out = at::remainder(x, y); })
@@ -102,12 +100,10 @@ OPERATOR(aclnnAddcmul, [](Tensor x, Tensor a, Tensor b, Scalar value, Out out) {
 OPERATOR(aclnnAddcdiv, [](Tensor x, Tensor a, Tensor b, Scalar value, Out out) {
   out = at::addcdiv(x, a, b, value);
 })
-OPERATOR(aclnnInplaceAddcmul, [](Tensor x, Tensor a, Tensor b, Scalar value) {
-  x.addcmul_(a, b, value);
-})
-OPERATOR(aclnnInplaceAddcdiv, [](Tensor x, Tensor a, Tensor b, Scalar value) {
-  x.addcdiv_(a, b, value);
-})
+OPERATOR(aclnnInplaceAddcmul,
+         [](Tensor x, Tensor a, Tensor b, Scalar value) { x.addcmul_(a, b, value); })
+OPERATOR(aclnnInplaceAddcdiv,
+         [](Tensor x, Tensor a, Tensor b, Scalar value) { x.addcdiv_(a, b, value); })
 OPERATOR(aclnnLerp, [](Tensor x, Tensor end, Tensor w, Out out) { out = at::lerp(x, end, w); })
 OPERATOR(aclnnLerps, [](Tensor x, Tensor end, Scalar w, Out out) { out = at::lerp(x, end, w); })
 OPERATOR(aclnnInplaceLerp, [](Tensor x, Tensor end, Tensor w) { x.lerp_(end, w); })

@@ -8,8 +8,8 @@
 namespace simnpu::op {
 namespace {
 
-// CPU kernels and nothing above them: the caller's autograd, autocast and Python modes have seen this
-// operator already, on its NPU tensors.
+// CPU kernels and nothing above them: the caller's autograd, autocast and Python modes have seen
+// this operator already, on its NPU tensors.
 class KernelsOnly {
   at::AutoDispatchBelowADInplaceOrView below_autograd_;
   c10::impl::ExcludeDispatchKeyGuard no_python_{

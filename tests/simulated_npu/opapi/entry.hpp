@@ -3,14 +3,14 @@
 //   OPERATOR(aclnnCos, [](Tensor x, Out out) { out = at::cos(x); })
 //
 // defines aclnnCosGetWorkspaceSize(const aclTensor*, aclTensor*, uint64_t*, aclOpExecutor**) and
-// aclnnCos(void*, uint64_t, aclOpExecutor*, aclrtStream). The parameters of the body, in their order, are
-// the C arguments; they must be those of op-plugin's EXEC_NPU_CMD(aclnnCos, ...), since nothing checks
-// them across dlsym.
+// aclnnCos(void*, uint64_t, aclOpExecutor*, aclrtStream). The parameters of the body, in their
+// order, are the C arguments; they must be those of op-plugin's EXEC_NPU_CMD(aclnnCos, ...), since
+// nothing checks them across dlsym.
 //
-// The first function checks: it runs the body on meta tensors, so that wrong shapes and types are an
-// error of the call, on the calling thread, as with CANN (ascend.md 2.1), and no task ever fails for them.
-// The second one submits the body to the stream. Everything the body touches is owned by the task, because
-// torch_npu destroys the handles as soon as the second function returns.
+// The first function checks: it runs the body on meta tensors, so that wrong shapes and types are
+// an error of the call, on the calling thread, as with CANN (ascend.md 2.1), and no task ever fails
+// for them. The second one submits the body to the stream. Everything the body touches is owned by
+// the task, because torch_npu destroys the handles as soon as the second function returns.
 //
 // A body that returns Work checks its own arguments and returns what the stream shall run.
 #pragma once
@@ -62,7 +62,8 @@ class Refused : public std::runtime_error {
   const int status;
 };
 
-// An output that the caller has allocated with the shape torch_npu inferred. Null when not asked for.
+// An output that the caller has allocated with the shape torch_npu inferred. Null when not asked
+// for.
 class Out {
  public:
   Out(Tensor view, aclTensor* handle) : view_(std::move(view)), handle_(handle) {}
@@ -73,8 +74,9 @@ class Out {
   // Writes a result of this very shape, converted to the output's type.
   void operator=(const Tensor& result) const;
 
-  // Writes a result that only execution could size (nonzero): its values fill the front of the memory
-  // and the handle takes its shape, which the caller reads with aclGetViewShape after a synchronise.
+  // Writes a result that only execution could size (nonzero): its values fill the front of the
+  // memory and the handle takes its shape, which the caller reads with aclGetViewShape after a
+  // synchronise.
   void shrink_to(const Tensor& result) const;
 
  private:
@@ -165,7 +167,8 @@ struct Argument<std::string> {
 aclnnStatus plan(const char* name, uint64_t* workspace_size, aclOpExecutor** executor,
                  const std::function<Work()>& make);
 
-// Runs `body`, which sees only meta tensors, for its complaints; an operator without a meta kernel has none.
+// Runs `body`, which sees only meta tensors, for its complaints; an operator without a meta kernel
+// has none.
 void rehearse(const std::function<void()>& body);
 
 // The second function, the same for every operator.
@@ -185,9 +188,11 @@ struct Entry<Operator, Result (Body::*)(Params...) const> {
         return std::apply(Operator::body, std::move(owned));
       } else {
         rehearse([&] {
-          std::apply([](const auto&... value) {
-            Operator::body(Argument<std::decay_t<Params>>::rehearse(value)...);
-          }, owned);
+          std::apply(
+              [](const auto&... value) {
+                Operator::body(Argument<std::decay_t<Params>>::rehearse(value)...);
+              },
+              owned);
         });
         return [owned = std::move(owned)] { std::apply(Operator::body, owned); };
       }
@@ -197,25 +202,25 @@ struct Entry<Operator, Result (Body::*)(Params...) const> {
 
 }  // namespace simnpu::op
 
-// The C symbols are indirect functions: dlsym calls the resolver and returns what it names, so that the
-// argument list is deduced from the body instead of being written a second time.
-#define OPERATOR(symbol, ...)                                                                    \
-  namespace {                                                                                    \
-  struct symbol##_operator {                                                                     \
-    static constexpr const char* name = #symbol;                                                 \
-    static constexpr auto body = __VA_ARGS__;                                                    \
-    using Signature = decltype(&std::remove_cv_t<decltype(body)>::operator());                   \
-  };                                                                                             \
-  }                                                                                              \
-  extern "C" {                                                                                   \
-  simnpu::op::AnyFunction resolve_##symbol##_plan() {                                            \
-    using Entry = simnpu::op::Entry<symbol##_operator, symbol##_operator::Signature>;            \
-    return reinterpret_cast<simnpu::op::AnyFunction>(&Entry::get_workspace_size);                \
-  }                                                                                              \
-  simnpu::op::AnyFunction resolve_##symbol##_launch() {                                          \
-    return reinterpret_cast<simnpu::op::AnyFunction>(&simnpu::op::launch);                       \
-  }                                                                                              \
-  SIMNPU_EXPORT void symbol##GetWorkspaceSize()                                                  \
-      __attribute__((ifunc("resolve_" #symbol "_plan")));                                        \
-  SIMNPU_EXPORT void symbol() __attribute__((ifunc("resolve_" #symbol "_launch")));              \
+// The C symbols are indirect functions: dlsym calls the resolver and returns what it names, so that
+// the argument list is deduced from the body instead of being written a second time.
+#define OPERATOR(symbol, ...)                                                         \
+  namespace {                                                                         \
+  struct symbol##_operator {                                                          \
+    static constexpr const char* name = #symbol;                                      \
+    static constexpr auto body = __VA_ARGS__;                                         \
+    using Signature = decltype(&std::remove_cv_t<decltype(body)>::operator());        \
+  };                                                                                  \
+  }                                                                                   \
+  extern "C" {                                                                        \
+  simnpu::op::AnyFunction resolve_##symbol##_plan() {                                 \
+    using Entry = simnpu::op::Entry<symbol##_operator, symbol##_operator::Signature>; \
+    return reinterpret_cast<simnpu::op::AnyFunction>(&Entry::get_workspace_size);     \
+  }                                                                                   \
+  simnpu::op::AnyFunction resolve_##symbol##_launch() {                               \
+    return reinterpret_cast<simnpu::op::AnyFunction>(&simnpu::op::launch);            \
+  }                                                                                   \
+  SIMNPU_EXPORT void symbol##GetWorkspaceSize()                                       \
+      __attribute__((ifunc("resolve_" #symbol "_plan")));                             \
+  SIMNPU_EXPORT void symbol() __attribute__((ifunc("resolve_" #symbol "_launch")));   \
   }

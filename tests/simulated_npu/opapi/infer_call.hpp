@@ -10,7 +10,7 @@ namespace simnpu::op {
 
 struct InferCall {
   Tensor query, key, value;
-  Tensor pse, mask;  // undefined when not given
+  Tensor pse, mask;                     // undefined when not given
   IntArray query_lengths, key_lengths;  // empty when not given
   int64_t heads = 1, kv_heads = 0;
   double scale = 1.0;
@@ -36,8 +36,8 @@ struct InferCall {
   int64_t dim_of(const Tensor& tensor, int64_t num_heads) const;
 };
 
-// Throws Refused for each argument that CANN turns down; fills in kv_heads = 0. What it lets pass is not
-// all right: see infer_attention.cpp for calls that are accepted and wrong.
+// Throws Refused for each argument that CANN turns down; fills in kv_heads = 0. What it lets pass
+// is not all right: see infer_attention.cpp for calls that are accepted and wrong.
 void check_infer_call(InferCall& call);
 
 // The part of it about atten_mask, sparse_mode, pre_tokens and next_tokens.

@@ -29,20 +29,22 @@ bool is_tile(const Tensor& mask) {
 // Modes 0 and 1: at least [Sq, Skv], of one batch entry or of all. The head axis is not looked at.
 void check_written(const InferCall& call) {
   const Tensor& mask = call.mask;
-  require(mask.dim() >= 2 && mask.dim() <= 4, "attenMask dim(", mask.dim(), ") must be 2 or 3 or 4!");
+  require(mask.dim() >= 2 && mask.dim() <= 4, "attenMask dim(", mask.dim(),
+          ") must be 2 or 3 or 4!");
   const int64_t batch = mask.dim() == 2 ? 1 : mask.size(0);
   require((batch == 1 || batch == call.batch()) && mask.size(-2) >= call.num_queries() &&
               mask.size(-1) >= call.num_keys(),
-          "attenMask batch(", batch, ") must be 1 or ", call.batch(), ", attenMask Q_S(", mask.size(-2),
-          ") must be larger than sQ(", call.num_queries(), "), attenMask KV_S(", mask.size(-1),
-          ") must be larger than sK(", call.num_keys(), "), please check");
+          "attenMask batch(", batch, ") must be 1 or ", call.batch(), ", attenMask Q_S(",
+          mask.size(-2), ") must be larger than sQ(", call.num_queries(), "), attenMask KV_S(",
+          mask.size(-1), ") must be larger than sK(", call.num_keys(), "), please check");
 }
 
 void check_written_band(const InferCall& call) {
   const int64_t before = call.before;
   const int64_t after = call.after;
-  require(before >= 0 || after >= 0, "preTokens and nextokens cannot neither be negative number, preTokens = ",
-          before, ", nextTokens = ", after, ".");
+  require(before >= 0 || after >= 0,
+          "preTokens and nextokens cannot neither be negative number, preTokens = ", before,
+          ", nextTokens = ", after, ".");
   require(-after <= before, "nexttoken line should be higher than pretoken line.");
   require(after >= 0 || -after < call.num_queries(),
           "nextTokens absolute value should be smaller than length of q, nextTokens = ", after,
@@ -54,8 +56,8 @@ void check_written_band(const InferCall& call) {
 
 void check_band(const InferCall& call) {
   require(call.before >= 0 || call.after >= 0,
-          "preTokens and nextTokens must not be negative number in band mode, preTokens = ", call.before,
-          " , nextTokens = ", call.after, " .");
+          "preTokens and nextTokens must not be negative number in band mode, preTokens = ",
+          call.before, " , nextTokens = ", call.after, " .");
   require(-call.after <= call.before, "nexttoken line should be higher than pretoken line.");
 }
 
@@ -63,11 +65,13 @@ void check_band(const InferCall& call) {
 void check_padded(const InferCall& call) {
   const int64_t mode = call.sparse_mode;
   require(mode >= 0 && mode <= 4, "sparse_mode = ", mode, " is out of range.");
-  require(mode == 0 || call.has_mask(), "attenMask should not be null when sparse_mode is ", mode, ".");
+  require(mode == 0 || call.has_mask(), "attenMask should not be null when sparse_mode is ", mode,
+          ".");
   if (!call.has_mask()) return;
   if (mode >= 2) {
     require(is_tile(call.mask),
-            "attenMask shape must be (2048, 2048) or (1, 2048, 2048) or (1, 1, 2048, 2048) when sparse mode = ",
+            "attenMask shape must be (2048, 2048) or (1, 2048, 2048) or (1, 1, 2048, 2048) when "
+            "sparse mode = ",
             mode);
   } else {
     check_written(call);
@@ -80,7 +84,8 @@ void check_padded(const InferCall& call) {
 void check_single_query(const InferCall& call) {
   if (!call.has_mask()) return;
   if (call.sparse_mode == 3 || call.sparse_mode == 4) {
-    require(call.mask.sizes() == at::IntArrayRef({kTileSize, kTileSize}), "when sparse = ", call.sparse_mode,
+    require(call.mask.sizes() == at::IntArrayRef({kTileSize, kTileSize}),
+            "when sparse = ", call.sparse_mode,
             ", atten_mask tensor shape must be [2048, 2048] in MLA.");
     return;
   }
@@ -100,27 +105,29 @@ void check_packed(const InferCall& call) {
   }
   require(call.has_mask(), "attenMask should not be null when sparse_mode is ", mode, ".");
   require(is_tile(call.mask),
-          "attenMask shape must be (2048, 2048) or (1, 2048, 2048) or (1, 1, 2048, 2048) when sparse mode = ",
+          "attenMask shape must be (2048, 2048) or (1, 2048, 2048) or (1, 1, 2048, 2048) when "
+          "sparse mode = ",
           mode);
   const std::vector<Range> queries = packed_rows(call.query_lengths);
   const std::vector<Range> keys = packed_rows(call.key_lengths);
   if (mode == 4) {
     const int64_t dim = call.value.size(-1);
-    require(dim == 64 || dim == 128, "When Layout is TND, sparseMode = 4 only support valueD equal 64/128.");
-    require(call.before + call.after >= 0, "The sum of preTokens[", call.before, "] and nextTokens[",
-            call.after, "] must be greater than or equal to 0.");
+    require(dim == 64 || dim == 128,
+            "When Layout is TND, sparseMode = 4 only support valueD equal 64/128.");
+    require(call.before + call.after >= 0, "The sum of preTokens[", call.before,
+            "] and nextTokens[", call.after, "] must be greater than or equal to 0.");
   }
   for (std::size_t i = 0; i < queries.size(); ++i) {
     const int64_t rows = queries[i].length();
     const int64_t columns = keys[i].length();
     if (mode == 3) {
-      require(rows <= columns, "When layout is TND and sparse = 3 ,Batch[", i, "], need s1[", rows, "] <= s2[",
-              columns, "].");
+      require(rows <= columns, "When layout is TND and sparse = 3 ,Batch[", i, "], need s1[", rows,
+              "] <= s2[", columns, "].");
     } else if (rows != 0 && columns != 0) {
-      require(rows + call.before >= 0 && columns + call.after >= 0, "Batch[", i, "], actualSeqLen[", rows,
-              "] + preTokens[", call.before,
-              "] must be greater than or equal to 0 and actualSeqLenKv[", columns, "] + nextTokens[", call.after,
-              "] must be greater than or equal to 0");
+      require(rows + call.before >= 0 && columns + call.after >= 0, "Batch[", i, "], actualSeqLen[",
+              rows, "] + preTokens[", call.before,
+              "] must be greater than or equal to 0 and actualSeqLenKv[", columns,
+              "] + nextTokens[", call.after, "] must be greater than or equal to 0");
     }
   }
 }

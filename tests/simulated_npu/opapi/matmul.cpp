@@ -1,5 +1,5 @@
-// Matrix products. The last argument is cubeMathType, the precision the cube unit may use: ignored here,
-// products are those of the CPU in the operands' own type.
+// Matrix products. The last argument is cubeMathType, the precision the cube unit may use: ignored
+// here, products are those of the CPU in the operands' own type.
 #include "entry.hpp"
 #include "refusal.hpp"
 
@@ -33,24 +33,26 @@ OPERATOR(aclnnMv, [](Tensor x, Tensor y, Out out, int8_t) {
   out = at::mv(x, y);
 })
 OPERATOR(aclnnDot, [](Tensor x, Tensor y, Out out) { out = at::dot(x, y); })
-OPERATOR(aclnnAddmm, [](Tensor bias, Tensor x, Tensor y, Scalar beta, Scalar alpha, Out out, int8_t) {
-  check_types(x);
-  out = at::addmm(bias, x, y, beta, alpha);
-})
+OPERATOR(aclnnAddmm,
+         [](Tensor bias, Tensor x, Tensor y, Scalar beta, Scalar alpha, Out out, int8_t) {
+           check_types(x);
+           out = at::addmm(bias, x, y, beta, alpha);
+         })
 OPERATOR(aclnnInplaceAddmm, [](Tensor bias, Tensor x, Tensor y, Scalar beta, Scalar alpha, int8_t) {
   check_types(x);
   bias.addmm_(x, y, beta, alpha);
 })
-OPERATOR(aclnnBaddbmm, [](Tensor bias, Tensor x, Tensor y, Scalar beta, Scalar alpha, Out out, int8_t) {
-  check_types(x);
-  out = at::baddbmm(bias, x, y, beta, alpha);
-})
+OPERATOR(aclnnBaddbmm,
+         [](Tensor bias, Tensor x, Tensor y, Scalar beta, Scalar alpha, Out out, int8_t) {
+           check_types(x);
+           out = at::baddbmm(bias, x, y, beta, alpha);
+         })
 
-// These must exist, or op-plugin takes the legacy path for every product; private (NZ) formats are not
-// modelled, so nothing reaches them.
-#define NO_PRIVATE_FORMAT(symbol, ...)                                           \
-  OPERATOR(symbol, [](__VA_ARGS__) -> Work {                                     \
-    throw Refused(kInvalidParameter, "private (NZ) formats are not modelled");   \
+// These must exist, or op-plugin takes the legacy path for every product; private (NZ) formats are
+// not modelled, so nothing reaches them.
+#define NO_PRIVATE_FORMAT(symbol, ...)                                         \
+  OPERATOR(symbol, [](__VA_ARGS__) -> Work {                                   \
+    throw Refused(kInvalidParameter, "private (NZ) formats are not modelled"); \
   })
 
 NO_PRIVATE_FORMAT(aclnnMatmulWeightNz, Tensor, Tensor, Out, int8_t)

@@ -15,7 +15,8 @@ IntArray trailing_dims(int64_t num_dims) {
 std::pair<Tensor, Tensor> rms_normalised(const Tensor& x, const Tensor& gamma, double epsilon) {
   const Tensor wide = x.to(at::kFloat);
   const IntArray dims = trailing_dims(gamma.dim());
-  const Tensor rstd = at::rsqrt(at::mean(wide * wide, at::OptionalIntArrayRef(dims), true) + epsilon);
+  const Tensor rstd =
+      at::rsqrt(at::mean(wide * wide, at::OptionalIntArrayRef(dims), true) + epsilon);
   return {wide * rstd, rstd};
 }
 
@@ -34,22 +35,23 @@ OPERATOR(aclnnLogSoftmaxBackward, [](Tensor grad, Tensor y, int64_t dim, Out out
   out = at::_log_softmax_backward_data(grad, y, dim, grad.scalar_type());
 })
 
-OPERATOR(aclnnLayerNorm, [](Tensor x, IntArray shape, Tensor weight, Tensor bias, double epsilon, Out y, Out mean, Out rstd) {
+OPERATOR(aclnnLayerNorm, [](Tensor x, IntArray shape, Tensor weight, Tensor bias, double epsilon,
+                            Out y, Out mean, Out rstd) {
   const auto [normed, mean_of, rstd_of] = at::native_layer_norm(x, shape, weight, bias, epsilon);
   y = normed;
   if (mean.wanted()) mean = mean_of.view(mean.view().sizes());
   if (rstd.wanted()) rstd = rstd_of.view(rstd.view().sizes());
 })
-OPERATOR(aclnnLayerNormBackward,
-         [](Tensor grad, Tensor x, IntArray shape, Tensor mean, Tensor rstd, Tensor weight, Tensor bias,
-            BoolArray mask, Out grad_x, Out grad_weight, Out grad_bias) {
-           const std::array<bool, 3> wanted = {mask[0] != 0, mask[1] != 0, mask[2] != 0};
-           const auto [dx, dweight, dbias] = at::native_layer_norm_backward(
-               grad, x, shape, mean.to(x.scalar_type()), rstd.to(x.scalar_type()), weight, bias, wanted);
-           if (wanted[0]) grad_x = dx;
-           if (wanted[1]) grad_weight = dweight;
-           if (wanted[2]) grad_bias = dbias;
-         })
+OPERATOR(aclnnLayerNormBackward, [](Tensor grad, Tensor x, IntArray shape, Tensor mean, Tensor rstd,
+                                    Tensor weight, Tensor bias, BoolArray mask, Out grad_x,
+                                    Out grad_weight, Out grad_bias) {
+  const std::array<bool, 3> wanted = {mask[0] != 0, mask[1] != 0, mask[2] != 0};
+  const auto [dx, dweight, dbias] = at::native_layer_norm_backward(
+      grad, x, shape, mean.to(x.scalar_type()), rstd.to(x.scalar_type()), weight, bias, wanted);
+  if (wanted[0]) grad_x = dx;
+  if (wanted[1]) grad_weight = dweight;
+  if (wanted[2]) grad_bias = dbias;
+})
 
 OPERATOR(aclnnRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Out y, Out rstd) {
   const auto [normed, reciprocal] = rms_normalised(x, gamma, epsilon);

@@ -9,37 +9,63 @@ namespace simnpu::op {
 
 at::ScalarType scalar_type_of(aclDataType type) {
   switch (type) {
-    case ACL_FLOAT: return at::kFloat;
-    case ACL_FLOAT16: return at::kHalf;
-    case ACL_BF16: return at::kBFloat16;
-    case ACL_DOUBLE: return at::kDouble;
-    case ACL_INT8: return at::kChar;
-    case ACL_UINT8: return at::kByte;
-    case ACL_INT16: return at::kShort;
-    case ACL_INT32: return at::kInt;
-    case ACL_INT64: return at::kLong;
-    case ACL_UINT16: return at::kUInt16;
-    case ACL_UINT32: return at::kUInt32;
-    case ACL_UINT64: return at::kUInt64;
-    case ACL_BOOL: return at::kBool;
-    case ACL_COMPLEX64: return at::kComplexFloat;
-    case ACL_COMPLEX128: return at::kComplexDouble;
-    default: TORCH_CHECK(false, "aclDataType ", static_cast<int>(type), " is not modelled");
+    case ACL_FLOAT:
+      return at::kFloat;
+    case ACL_FLOAT16:
+      return at::kHalf;
+    case ACL_BF16:
+      return at::kBFloat16;
+    case ACL_DOUBLE:
+      return at::kDouble;
+    case ACL_INT8:
+      return at::kChar;
+    case ACL_UINT8:
+      return at::kByte;
+    case ACL_INT16:
+      return at::kShort;
+    case ACL_INT32:
+      return at::kInt;
+    case ACL_INT64:
+      return at::kLong;
+    case ACL_UINT16:
+      return at::kUInt16;
+    case ACL_UINT32:
+      return at::kUInt32;
+    case ACL_UINT64:
+      return at::kUInt64;
+    case ACL_BOOL:
+      return at::kBool;
+    case ACL_COMPLEX64:
+      return at::kComplexFloat;
+    case ACL_COMPLEX128:
+      return at::kComplexDouble;
+    default:
+      TORCH_CHECK(false, "aclDataType ", static_cast<int>(type), " is not modelled");
   }
 }
 
 std::string data_type_name(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return "DT_FLOAT";
-    case at::kHalf: return "DT_FLOAT16";
-    case at::kBFloat16: return "DT_BF16";
-    case at::kDouble: return "DT_DOUBLE";
-    case at::kChar: return "DT_INT8";
-    case at::kByte: return "DT_UINT8";
-    case at::kInt: return "DT_INT32";
-    case at::kLong: return "DT_INT64";
-    case at::kBool: return "DT_BOOL";
-    default: return std::string("DT_") + c10::toString(type);
+    case at::kFloat:
+      return "DT_FLOAT";
+    case at::kHalf:
+      return "DT_FLOAT16";
+    case at::kBFloat16:
+      return "DT_BF16";
+    case at::kDouble:
+      return "DT_DOUBLE";
+    case at::kChar:
+      return "DT_INT8";
+    case at::kByte:
+      return "DT_UINT8";
+    case at::kInt:
+      return "DT_INT32";
+    case at::kLong:
+      return "DT_INT64";
+    case at::kBool:
+      return "DT_BOOL";
+    default:
+      return std::string("DT_") + c10::toString(type);
   }
 }
 
@@ -69,9 +95,8 @@ SIMNPU_API aclTensor* aclCreateTensor(const int64_t* dims, uint64_t num_dims, ac
                                       const int64_t*, uint64_t, void* data) {
   auto* tensor = new aclTensor;
   try {
-    tensor->view =
-        simnpu::op::view_memory({dims, num_dims}, {strides, num_dims}, offset,
-                                simnpu::op::scalar_type_of(type), data);
+    tensor->view = simnpu::op::view_memory({dims, num_dims}, {strides, num_dims}, offset,
+                                           simnpu::op::scalar_type_of(type), data);
   } catch (const c10::Error& error) {
     tensor->invalid = error.what_without_backtrace();
   }
@@ -85,16 +110,26 @@ SIMNPU_API int aclDestroyTensor(const aclTensor* tensor) {
 
 SIMNPU_API aclScalar* aclCreateScalar(void* value, aclDataType type) {
   switch (type) {
-    case ACL_FLOAT: return new aclScalar{*static_cast<float*>(value)};
-    case ACL_DOUBLE: return new aclScalar{*static_cast<double*>(value)};
-    case ACL_INT64: return new aclScalar{*static_cast<int64_t*>(value)};
-    case ACL_INT32: return new aclScalar{*static_cast<int32_t*>(value)};
-    case ACL_BOOL: return new aclScalar{*static_cast<bool*>(value)};
-    case ACL_FLOAT16: return new aclScalar{static_cast<float>(*static_cast<at::Half*>(value))};
-    case ACL_BF16: return new aclScalar{static_cast<float>(*static_cast<at::BFloat16*>(value))};
-    case ACL_COMPLEX64: return new aclScalar{*static_cast<c10::complex<float>*>(value)};
-    case ACL_COMPLEX128: return new aclScalar{*static_cast<c10::complex<double>*>(value)};
-    default: return nullptr;
+    case ACL_FLOAT:
+      return new aclScalar{*static_cast<float*>(value)};
+    case ACL_DOUBLE:
+      return new aclScalar{*static_cast<double*>(value)};
+    case ACL_INT64:
+      return new aclScalar{*static_cast<int64_t*>(value)};
+    case ACL_INT32:
+      return new aclScalar{*static_cast<int32_t*>(value)};
+    case ACL_BOOL:
+      return new aclScalar{*static_cast<bool*>(value)};
+    case ACL_FLOAT16:
+      return new aclScalar{static_cast<float>(*static_cast<at::Half*>(value))};
+    case ACL_BF16:
+      return new aclScalar{static_cast<float>(*static_cast<at::BFloat16*>(value))};
+    case ACL_COMPLEX64:
+      return new aclScalar{*static_cast<c10::complex<float>*>(value)};
+    case ACL_COMPLEX128:
+      return new aclScalar{*static_cast<c10::complex<double>*>(value)};
+    default:
+      return nullptr;
   }
 }
 

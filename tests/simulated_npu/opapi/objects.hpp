@@ -1,8 +1,8 @@
 // The aclTensor family of libopapi.so: what a caller hands to an aclnn function.
 //
-// torch_npu knows these types by name only (they come through dlsym), so their layout is ours. A tensor
-// is a CPU at::Tensor that views the device memory; it does not own it, exactly as on a device, where
-// torch_npu's caching allocator keeps the memory alive in stream order.
+// torch_npu knows these types by name only (they come through dlsym), so their layout is ours. A
+// tensor is a CPU at::Tensor that views the device memory; it does not own it, exactly as on a
+// device, where torch_npu's caching allocator keeps the memory alive in stream order.
 #pragma once
 
 #include <ATen/ATen.h>

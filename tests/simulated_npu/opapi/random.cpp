@@ -37,15 +37,18 @@ Tensor unpack_keep_mask(const Tensor& mask, int64_t first, int64_t count) {
   return at::bitwise_and(at::bitwise_right_shift(bytes, element.remainder(8)), 1).to(at::kBool);
 }
 
-OPERATOR(aclnnInplaceNormal, [](Tensor x, float mean, float std, int64_t seed, int64_t offset) -> Work {
-  return [=] { Tensor(x).normal_(mean, std, generator_for(seed, offset)); };
-})
-OPERATOR(aclnnInplaceUniform, [](Tensor x, double low, double high, uint64_t seed, uint64_t offset) -> Work {
-  return [=] { Tensor(x).uniform_(low, high, generator_for(seed, offset)); };
-})
-OPERATOR(aclnnInplaceRandom, [](Tensor x, int64_t low, int64_t high, int64_t seed, int64_t offset) -> Work {
-  return [=] { Tensor(x).random_(low, high, generator_for(seed, offset)); };
-})
+OPERATOR(aclnnInplaceNormal,
+         [](Tensor x, float mean, float std, int64_t seed, int64_t offset) -> Work {
+           return [=] { Tensor(x).normal_(mean, std, generator_for(seed, offset)); };
+         })
+OPERATOR(aclnnInplaceUniform,
+         [](Tensor x, double low, double high, uint64_t seed, uint64_t offset) -> Work {
+           return [=] { Tensor(x).uniform_(low, high, generator_for(seed, offset)); };
+         })
+OPERATOR(aclnnInplaceRandom,
+         [](Tensor x, int64_t low, int64_t high, int64_t seed, int64_t offset) -> Work {
+           return [=] { Tensor(x).random_(low, high, generator_for(seed, offset)); };
+         })
 OPERATOR(aclnnInplaceRandomWithoutFromTo, [](Tensor x, int64_t seed, int64_t offset) -> Work {
   return [=] { Tensor(x).random_(generator_for(seed, offset)); };
 })
@@ -58,12 +61,14 @@ OPERATOR(aclnnInplaceBernoulliTensor, [](Tensor x, Tensor p, int64_t seed, int64
 OPERATOR(aclnnRandperm, [](int64_t n, int64_t seed, int64_t offset, Out out) -> Work {
   return [=] { out = at::randperm(n, generator_for(seed, offset), out.view().options()); };
 })
-OPERATOR(aclnnMultinomial, [](Tensor x, int64_t count, bool replace, int64_t seed, int64_t offset, Out out) -> Work {
-  return [=] { out = at::multinomial(x, count, replace, generator_for(seed, offset)); };
-})
-OPERATOR(aclnnDropoutGenMask, [](IntArray, double drop, int64_t seed, int64_t offset, Out mask) -> Work {
-  return [=] { fill_keep_mask(mask.view(), drop, seed, offset); };
-})
+OPERATOR(aclnnMultinomial,
+         [](Tensor x, int64_t count, bool replace, int64_t seed, int64_t offset, Out out) -> Work {
+           return [=] { out = at::multinomial(x, count, replace, generator_for(seed, offset)); };
+         })
+OPERATOR(aclnnDropoutGenMask,
+         [](IntArray, double drop, int64_t seed, int64_t offset, Out mask) -> Work {
+           return [=] { fill_keep_mask(mask.view(), drop, seed, offset); };
+         })
 OPERATOR(aclnnDropoutGenMaskV2,
          [](IntArray, double drop, int64_t seed, int64_t offset, at::ScalarType, Out mask) -> Work {
            return [=] { fill_keep_mask(mask.view(), drop, seed, offset); };

@@ -14,6 +14,8 @@ std::string parameter_text(const std::string& message) {
   return c10::str("EZ1001: [PID: ", getpid(), "] AclNN_Parameter_Error(EZ1001): ", message);
 }
 
-std::string shape_text(at::IntArrayRef sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
+std::string shape_text(at::IntArrayRef sizes) {
+  return c10::str("[", c10::Join(", ", sizes), "]");
+}
 
 }  // namespace simnpu::op

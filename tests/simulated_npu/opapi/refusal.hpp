@@ -1,5 +1,5 @@
-// The texts with which CANN's host side turns a call down, in the form that torch_npu appends to its
-// RuntimeError (ascend.md 2.1).
+// The texts with which CANN's host side turns a call down, in the form that torch_npu appends to
+// its RuntimeError (ascend.md 2.1).
 #pragma once
 
 #include <c10/util/StringUtil.h>

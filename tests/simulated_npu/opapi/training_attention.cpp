@@ -5,11 +5,14 @@
 // - BSH and SBH with a wrong head count: attention with D' = H / head_num.
 // - No atten_mask: full attention, whatever sparse_mode says.
 // - sparse_mode 0 with a mask: pre_tockens and next_tockens cut the band out as well.
-// - A row whose keys are all masked: the average of V, unless inner_precise 2 or the geometry of modes 0, 3
+// - A row whose keys are all masked: the average of V, unless inner_precise 2 or the geometry of
+// modes 0, 3
 //   and 4 asks for zeros, with max -FLT_MAX and sum FLT_MAX.
-// - max and sum of a TND call lie in memory as [N, S] of each batch entry, one after the other, though their
+// - max and sum of a TND call lie in memory as [N, S] of each batch entry, one after the other,
+// though their
 //   shape says [T, N, 8], unless softmax_layout is "TND".
-// - Rows of a TND call after the last entry are not written, unless a trailing 0 in the lengths asks for it.
+// - Rows of a TND call after the last entry are not written, unless a trailing 0 in the lengths
+// asks for it.
 #include "attention_math.hpp"
 #include "random.hpp"
 #include "refusal.hpp"
@@ -29,12 +32,16 @@ Visibility visibility(const TrainingCall& call, int64_t entry, int64_t rows, int
   const int64_t shift = keys - rows;  // bottom-right alignment, in top-left coordinates
   const Tensor& mask = call.mask;
   switch (call.sparse_mode) {
-    case 2: return {{}, tile_above(mask, rows, keys, 0)};
-    case 3: return {{}, tile_above(mask, rows, keys, shift)};
+    case 2:
+      return {{}, tile_above(mask, rows, keys, 0)};
+    case 3:
+      return {{}, tile_above(mask, rows, keys, shift)};
     case 4:
-      return {{}, at::logical_or(tile_above(mask, rows, keys, call.after + shift),
-                                 tile_below(mask, rows, keys, call.before - shift))};
-    default: break;
+      return {{},
+              at::logical_or(tile_above(mask, rows, keys, call.after + shift),
+                             tile_below(mask, rows, keys, call.before - shift))};
+    default:
+      break;
   }
   const Tensor hidden = written_mask(mask, entry, rows, keys, true);
   if (call.sparse_mode == 1) return {{}, hidden};
@@ -52,16 +59,19 @@ EmptyRows empty_rows(const TrainingCall& call) {
 // [heads, rows, 1] views of one entry's statistics.
 Tensor statistics_of(const TrainingCall& call, const Tensor& tensor, int64_t entry, Range rows) {
   if (!call.packed()) return tensor.select(0, entry).slice(1, rows.begin, rows.end);
-  if (call.softmax_layout == "same_as_input") return tensor.slice(0, rows.begin, rows.end).transpose(0, 1);
+  if (call.softmax_layout == "same_as_input")
+    return tensor.slice(0, rows.begin, rows.end).transpose(0, 1);
   const int64_t length = rows.length();
   const Tensor flat = tensor.view({-1, kCopies});
-  return flat.slice(0, rows.begin * call.heads, rows.end * call.heads).view({call.heads, length, kCopies});
+  return flat.slice(0, rows.begin * call.heads, rows.end * call.heads)
+      .view({call.heads, length, kCopies});
 }
 
 // Dropout's mask holds the scores of all entries, each [N, Sq, Sk], one after the other.
 Tensor keep_mask(const TrainingCall& call, int64_t first, int64_t rows, int64_t keys) {
   if (!call.drop_mask.defined()) return {};
-  return unpack_keep_mask(call.drop_mask, first, call.heads * rows * keys).view({call.heads, rows, keys});
+  return unpack_keep_mask(call.drop_mask, first, call.heads * rows * keys)
+      .view({call.heads, rows, keys});
 }
 
 Tensor pse_of(const TrainingCall& call, int64_t entry) {
@@ -84,7 +94,8 @@ void for_each_entry(const TrainingCall& call, Visit visit) {
     problem.key = rows_of(call.key, call.layout, call.kv_heads(), entry, keys[entry]);
     problem.value = rows_of(call.value, call.layout, call.kv_heads(), entry, keys[entry]);
     problem.scale = call.scale;
-    if (call.pse.defined()) problem.bias = pse_of(call, entry) * call.scale;  // scale * (QK^T + pse)
+    if (call.pse.defined())
+      problem.bias = pse_of(call, entry) * call.scale;  // scale * (QK^T + pse)
     problem.visible = visibility(call, entry, rows, columns);
     problem.empty_rows = empty_rows(call);
     problem.keep = keep_mask(call, first_score, rows, columns);
@@ -94,7 +105,8 @@ void for_each_entry(const TrainingCall& call, Visit visit) {
   }
 }
 
-// A trailing length of 0 stands for the rows after the last entry, with no keys (vllm-ascend passes it).
+// A trailing length of 0 stands for the rows after the last entry, with no keys (vllm-ascend passes
+// it).
 bool asks_for_tail(const TrainingCall& call) {
   return call.packed() && call.query_lengths.back() < call.query_rows().back().begin;
 }
@@ -121,14 +133,16 @@ struct BackwardOutputs {
   Out query, key, value, pse;
 };
 
-void add_pse_gradient(const TrainingCall& call, const Out& out, int64_t entry, const Tensor& gradient) {
+void add_pse_gradient(const TrainingCall& call, const Out& out, int64_t entry,
+                      const Tensor& gradient) {
   if (!call.pse.defined()) return;
   Tensor of_entry = gradient * call.scale;
   if (call.pse.size(2) == 1) of_entry = of_entry.sum(1, true);
   out.view().select(0, call.pse.size(0) == 1 ? 0 : entry).add_(of_entry);
 }
 
-void run_backward(const TrainingCall& call, const BackwardInputs& in, const BackwardOutputs& grads) {
+void run_backward(const TrainingCall& call, const BackwardInputs& in,
+                  const BackwardOutputs& grads) {
   for (const Out* grad : {&grads.query, &grads.key, &grads.value, &grads.pse}) {
     if (grad->wanted()) grad->view().zero_();
   }
@@ -138,7 +152,8 @@ void run_backward(const TrainingCall& call, const BackwardInputs& in, const Back
     };
     const Tensor out = rows_of(in.out, call.layout, call.heads, entry, rows);
     const Tensor grad_out = rows_of(in.grad_out, call.layout, call.heads, entry, rows);
-    const Gradients gradients = attend_backward(problem, out, saved(in.max), saved(in.sum), grad_out);
+    const Gradients gradients =
+        attend_backward(problem, out, saved(in.max), saved(in.sum), grad_out);
     const auto write = [&](const Out& grad, int64_t heads, Range range, const Tensor& value) {
       rows_of(grad.view(), call.layout, heads, entry, range).copy_(value);
     };
@@ -151,15 +166,18 @@ void run_backward(const TrainingCall& call, const BackwardInputs& in, const Back
 
 void check_modelled(const TensorList& others, int64_t pse_type) {
   for (const Tensor& other : others) {
-    require_parameter(!other.defined(), "padding_mask, separate rope parts and sink are not modelled");
+    require_parameter(!other.defined(),
+                      "padding_mask, separate rope parts and sink are not modelled");
   }
   require_parameter(pse_type == 1, "pse_type ", pse_type, " is not modelled");
 }
 
-Work plan_forward(TrainingCall call, const TensorList& others, int64_t pse_type, Out max, Out sum, Out out) {
+Work plan_forward(TrainingCall call, const TensorList& others, int64_t pse_type, Out max, Out sum,
+                  Out out) {
   check_modelled(others, pse_type);
   check_training_call(call);
-  return [call = std::move(call), max, sum, out] { run_forward(call, out, {max.view(), sum.view()}); };
+  return
+      [call = std::move(call), max, sum, out] { run_forward(call, out, {max.view(), sum.view()}); };
 }
 
 Work plan_backward(TrainingCall call, const TensorList& others, int64_t pse_type, BackwardInputs in,
@@ -167,7 +185,8 @@ Work plan_backward(TrainingCall call, const TensorList& others, int64_t pse_type
   check_modelled(others, pse_type);
   check_training_call(call);
   if (!in.max.defined() || !in.sum.defined() || !in.out.defined()) {
-    throw Refused(kMissingParameter, parameter_text("softmax_max, softmax_sum and attention_in are required"));
+    throw Refused(kMissingParameter,
+                  parameter_text("softmax_max, softmax_sum and attention_in are required"));
   }
   return [call = std::move(call), in, grads] { run_backward(call, in, grads); };
 }
@@ -180,41 +199,51 @@ Work plan_backward(TrainingCall call, const TensorList& others, int64_t pse_type
 #define MASKS Tensor pse, Tensor drop_mask, Tensor padding, Tensor mask
 #define SAVED Tensor max, Tensor sum, Tensor, Tensor attention
 #define LENGTHS IntArray query_lengths, IntArray key_lengths
-#define ATTRIBUTES                                                                                     \
-  double scale, double keep_prob, int64_t before, int64_t after, int64_t heads, std::string layout,    \
-      int64_t inner_precise, int64_t sparse_mode
+#define ATTRIBUTES                                                              \
+  double scale, double keep_prob, int64_t before, int64_t after, int64_t heads, \
+      std::string layout, int64_t inner_precise, int64_t sparse_mode
 #define RESULTS Out max, Out sum, Out, Out out
 #define GRADIENTS Out grad_query, Out grad_key, Out grad_value, Out grad_pse
-#define CALL(query_lengths, key_lengths, softmax_layout)                                                  \
-  TrainingCall{query, key, value, pse, drop_mask, mask, query_lengths, key_lengths, scale, keep_prob,    \
-               before, after, heads, layout, inner_precise, sparse_mode, softmax_layout}
-#define BACKWARD BackwardInputs{dy, max, sum, attention}, BackwardOutputs{grad_query, grad_key, grad_value, grad_pse}
+#define CALL(query_lengths, key_lengths, softmax_layout)                                           \
+  TrainingCall {                                                                                   \
+    query, key, value, pse, drop_mask, mask, query_lengths, key_lengths, scale, keep_prob, before, \
+        after, heads, layout, inner_precise, sparse_mode, softmax_layout                           \
+  }
+#define BACKWARD                                             \
+  BackwardInputs{dy, max, sum, attention}, BackwardOutputs { \
+    grad_query, grad_key, grad_value, grad_pse               \
+  }
 
 OPERATOR(aclnnFlashAttentionScore, [](QKV, MASKS, IntArray, ATTRIBUTES, RESULTS) -> Work {
   return plan_forward(CALL({}, {}, ""), {padding}, 1, max, sum, out);
 })
 OPERATOR(aclnnFlashAttentionScoreV2,
-         [](QKV, MASKS, IntArray, IntArray, IntArray, ATTRIBUTES, int64_t pse_type, RESULTS) -> Work {
-           return plan_forward(CALL({}, {}, ""), {padding}, pse_type, max, sum, out);
-         })
+         [](QKV, MASKS, IntArray, IntArray, IntArray, ATTRIBUTES, int64_t pse_type, RESULTS)
+             -> Work { return plan_forward(CALL({}, {}, ""), {padding}, pse_type, max, sum, out); })
 OPERATOR(aclnnFlashAttentionScoreV3,
-         [](QKV, MASKS, Tensor sink, IntArray, IntArray, IntArray, ATTRIBUTES, int64_t pse_type, RESULTS) -> Work {
+         [](QKV, MASKS, Tensor sink, IntArray, IntArray, IntArray, ATTRIBUTES, int64_t pse_type,
+            RESULTS) -> Work {
            return plan_forward(CALL({}, {}, ""), {padding, sink}, pse_type, max, sum, out);
          })
-OPERATOR(aclnnFlashAttentionVarLenScore, [](QKV, MASKS, IntArray, LENGTHS, ATTRIBUTES, RESULTS) -> Work {
-  return plan_forward(CALL(query_lengths, key_lengths, ""), {padding}, 1, max, sum, out);
-})
+OPERATOR(aclnnFlashAttentionVarLenScore,
+         [](QKV, MASKS, IntArray, LENGTHS, ATTRIBUTES, RESULTS) -> Work {
+           return plan_forward(CALL(query_lengths, key_lengths, ""), {padding}, 1, max, sum, out);
+         })
 OPERATOR(aclnnFlashAttentionVarLenScoreV2,
-         [](QKV, MASKS, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES, int64_t pse_type, RESULTS) -> Work {
-           return plan_forward(CALL(query_lengths, key_lengths, ""), {padding}, pse_type, max, sum, out);
+         [](QKV, MASKS, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES, int64_t pse_type,
+            RESULTS) -> Work {
+           return plan_forward(CALL(query_lengths, key_lengths, ""), {padding}, pse_type, max, sum,
+                               out);
          })
 OPERATOR(aclnnFlashAttentionVarLenScoreV4,
-         [](QKV, MASKS, IntArray, LENGTHS, ATTRIBUTES, std::string softmax_layout, RESULTS) -> Work {
-           return plan_forward(CALL(query_lengths, key_lengths, softmax_layout), {padding}, 1, max, sum, out);
+         [](QKV, MASKS, IntArray, LENGTHS, ATTRIBUTES, std::string softmax_layout,
+            RESULTS) -> Work {
+           return plan_forward(CALL(query_lengths, key_lengths, softmax_layout), {padding}, 1, max,
+                               sum, out);
          })
 OPERATOR(aclnnFlashAttentionVarLenScoreV5,
-         [](QKV_ROPE, MASKS, Tensor sink, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES, int64_t pse_type,
-            std::string softmax_layout, RESULTS) -> Work {
+         [](QKV_ROPE, MASKS, Tensor sink, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES,
+            int64_t pse_type, std::string softmax_layout, RESULTS) -> Work {
            return plan_forward(CALL(query_lengths, key_lengths, softmax_layout),
                                {padding, sink, query_rope, key_rope}, pse_type, max, sum, out);
          })
@@ -224,8 +253,10 @@ OPERATOR(aclnnFlashAttentionScoreGrad,
            return plan_backward(CALL({}, {}, ""), {padding}, 1, BACKWARD);
          })
 OPERATOR(aclnnFlashAttentionScoreGradV2,
-         [](QKV, Tensor dy, MASKS, SAVED, IntArray, IntArray, IntArray, ATTRIBUTES, int64_t pse_type,
-            GRADIENTS) -> Work { return plan_backward(CALL({}, {}, ""), {padding}, pse_type, BACKWARD); })
+         [](QKV, Tensor dy, MASKS, SAVED, IntArray, IntArray, IntArray, ATTRIBUTES,
+            int64_t pse_type, GRADIENTS) -> Work {
+           return plan_backward(CALL({}, {}, ""), {padding}, pse_type, BACKWARD);
+         })
 OPERATOR(aclnnFlashAttentionScoreGradV3,
          [](QKV, Tensor dy, MASKS, SAVED, Tensor sink, IntArray, IntArray, IntArray, ATTRIBUTES,
             int64_t pse_type, GRADIENTS, Out) -> Work {
@@ -236,19 +267,21 @@ OPERATOR(aclnnFlashAttentionUnpaddingScoreGrad,
            return plan_backward(CALL(query_lengths, key_lengths, ""), {padding}, 1, BACKWARD);
          })
 OPERATOR(aclnnFlashAttentionUnpaddingScoreGradV2,
-         [](QKV, Tensor dy, MASKS, SAVED, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES, int64_t pse_type,
-            GRADIENTS) -> Work {
-           return plan_backward(CALL(query_lengths, key_lengths, ""), {padding}, pse_type, BACKWARD);
+         [](QKV, Tensor dy, MASKS, SAVED, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES,
+            int64_t pse_type, GRADIENTS) -> Work {
+           return plan_backward(CALL(query_lengths, key_lengths, ""), {padding}, pse_type,
+                                BACKWARD);
          })
 OPERATOR(aclnnFlashAttentionUnpaddingScoreGradV4,
          [](QKV, Tensor dy, MASKS, SAVED, IntArray, LENGTHS, ATTRIBUTES, GRADIENTS,
             std::string softmax_layout) -> Work {
-           return plan_backward(CALL(query_lengths, key_lengths, softmax_layout), {padding}, 1, BACKWARD);
+           return plan_backward(CALL(query_lengths, key_lengths, softmax_layout), {padding}, 1,
+                                BACKWARD);
          })
 OPERATOR(aclnnFlashAttentionUnpaddingScoreGradV5,
-         [](QKV_ROPE, Tensor dy, MASKS, SAVED, Tensor sink, IntArray, LENGTHS, IntArray, IntArray, ATTRIBUTES,
-            int64_t pse_type, std::string softmax_layout, Out grad_query, Out, Out grad_key, Out, Out grad_value,
-            Out grad_pse, Out) -> Work {
+         [](QKV_ROPE, Tensor dy, MASKS, SAVED, Tensor sink, IntArray, LENGTHS, IntArray, IntArray,
+            ATTRIBUTES, int64_t pse_type, std::string softmax_layout, Out grad_query, Out,
+            Out grad_key, Out, Out grad_value, Out grad_pse, Out) -> Work {
            return plan_backward(CALL(query_lengths, key_lengths, softmax_layout),
                                 {padding, sink, query_rope, key_rope}, pse_type, BACKWARD);
          })

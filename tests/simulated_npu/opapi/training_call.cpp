@@ -30,26 +30,36 @@ int64_t TrainingCall::kv_heads() const {
 }
 
 std::vector<Range> TrainingCall::query_rows() const {
-  return packed() ? packed_rows(query_lengths) : padded_rows({}, batch(), query.size(row_axis(layout)));
+  return packed() ? packed_rows(query_lengths)
+                  : padded_rows({}, batch(), query.size(row_axis(layout)));
 }
 
 std::vector<Range> TrainingCall::key_rows() const {
   return packed() ? packed_rows(key_lengths) : padded_rows({}, batch(), key.size(row_axis(layout)));
 }
 
-int64_t TrainingCall::longest_query() const { return longest(query_rows()); }
+int64_t TrainingCall::longest_query() const {
+  return longest(query_rows());
+}
 
-int64_t TrainingCall::longest_key() const { return longest(key_rows()); }
+int64_t TrainingCall::longest_key() const {
+  return longest(key_rows());
+}
 
 Window padded_window(const TrainingCall& call) {
   const int64_t rows = call.longest_query();
   const int64_t keys = call.longest_key();
   switch (call.sparse_mode) {
-    case 0: return {call.before, call.after};
-    case 2: return {rows, 0};
-    case 3: return {rows, keys - rows};
-    case 4: return {call.before + rows - keys, call.after + keys - rows};
-    default: return {kMaxTokens, kMaxTokens};
+    case 0:
+      return {call.before, call.after};
+    case 2:
+      return {rows, 0};
+    case 3:
+      return {rows, keys - rows};
+    case 4:
+      return {call.before + rows - keys, call.after + keys - rows};
+    default:
+      return {kMaxTokens, kMaxTokens};
   }
 }
 

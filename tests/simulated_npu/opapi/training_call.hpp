@@ -10,14 +10,15 @@ namespace simnpu::op {
 
 struct TrainingCall {
   Tensor query, key, value;
-  Tensor pse, drop_mask, mask;  // undefined when not given
+  Tensor pse, drop_mask, mask;          // undefined when not given
   IntArray query_lengths, key_lengths;  // cumulative, TND only
   double scale = 1.0, keep_prob = 1.0;
   int64_t before = 0, after = 0;  // pre_tockens, next_tockens
   int64_t heads = 1;
   std::string layout;
   int64_t inner_precise = 0, sparse_mode = 0;
-  std::string softmax_layout;  // "same_as_input": max and sum of a TND call are TND in memory as well
+  std::string
+      softmax_layout;  // "same_as_input": max and sum of a TND call are TND in memory as well
 
   bool packed() const { return is_packed(layout); }
   bool has_mask() const { return mask.defined() && mask.dim() > 0; }

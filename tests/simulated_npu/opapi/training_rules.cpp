@@ -1,6 +1,6 @@
-// The argument rules of FlashAttentionScore (ascend.md 2.3): those of the aclnn function (161002) and of
-// tiling (561103), with the texts of CN. op-plugin has checked layout, ranks, keep_prob and the range of
-// sparse_mode before.
+// The argument rules of FlashAttentionScore (ascend.md 2.3): those of the aclnn function (161002)
+// and of tiling (561103), with the texts of CN. op-plugin has checked layout, ranks, keep_prob and
+// the range of sparse_mode before.
 #include "refusal.hpp"
 #include "training_call.hpp"
 
@@ -30,26 +30,28 @@ void check_types(const TrainingCall& call) {
 
 void check_layout(const TrainingCall& call) {
   const auto rank = static_cast<int64_t>(call.layout.size());
-  require(call.query.dim() == rank && call.key.dim() == rank && call.value.dim() == rank, "Invalid layout[",
-          call.layout, "].");
+  require(call.query.dim() == rank && call.key.dim() == rank && call.value.dim() == rank,
+          "Invalid layout[", call.layout, "].");
 }
 
 void check_heads(const TrainingCall& call) {
   const int axis = head_axis(call.layout);
   if (axis >= 0) {
-    require(call.query.size(axis) == call.heads, "head_num is [", call.heads, "], but got query dim", axis,
-            " [", call.query.size(axis), "].");
+    require(call.query.size(axis) == call.heads, "head_num is [", call.heads,
+            "], but got query dim", axis, " [", call.query.size(axis), "].");
   } else {
     // No head axis to compare with: any divisor of H is taken.
     const int64_t width = call.query.size(-1);
     require(width != 0, "H is zero.");
-    require(width % call.heads == 0, "h1 [", width, "] should be a multiple of n1Size [", call.heads, "].");
+    require(width % call.heads == 0, "h1 [", width, "] should be a multiple of n1Size [",
+            call.heads, "].");
   }
   const int64_t kv_heads = call.kv_heads();
   require(kv_heads != 0, "n2Size is zero.");
-  require(call.heads % kv_heads == 0, "n1Size [", call.heads, "] should be a multiple of n2Size [", kv_heads,
-          "].");
-  const bool fits = axis < 0 ? call.key.size(-1) == kv_heads * call.head_dim() && call.value.size(-1) % kv_heads == 0
+  require(call.heads % kv_heads == 0, "n1Size [", call.heads, "] should be a multiple of n2Size [",
+          kv_heads, "].");
+  const bool fits = axis < 0 ? call.key.size(-1) == kv_heads * call.head_dim() &&
+                                   call.value.size(-1) % kv_heads == 0
                              : call.value.size(axis) == kv_heads;
   require(fits, "key or value shape is invalid");
 }
@@ -59,8 +61,10 @@ void check_dims(const TrainingCall& call) {
   const int64_t of_query = call.head_dim();
   const int64_t of_key = hidden ? of_query : call.key.size(-1);
   const int64_t of_value = hidden ? call.value.size(-1) / call.kv_heads() : call.value.size(-1);
-  require_parameter(of_query == of_key, "qD and kD should be same, but got qD=", of_query, " kD=", of_key);
-  require_parameter(of_query >= of_value, "only support kD >= vD, but got kD=", of_key, " vD=", of_value);
+  require_parameter(of_query == of_key, "qD and kD should be same, but got qD=", of_query,
+                    " kD=", of_key);
+  require_parameter(of_query >= of_value, "only support kD >= vD, but got kD=", of_key,
+                    " vD=", of_value);
   require_parameter(of_query <= kMaxDim, "Head dim must <= 768, but got ", of_query);
 }
 
@@ -69,14 +73,15 @@ void check_packed(const TrainingCall& call) {
   const int64_t queries = call.query_rows().back().end;
   const int64_t keys = call.key_rows().back().end;
   require(call.query.size(0) >= queries && call.key.size(0) >= keys, "Query T(", call.query.size(0),
-          ") and key T(", call.key.size(0), ") need larger than respectively sum of seqLen(", queries,
-          ") and sekvLen(", keys, ").");
+          ") and key T(", call.key.size(0), ") need larger than respectively sum of seqLen(",
+          queries, ") and sekvLen(", keys, ").");
 }
 
 void check_padded(const TrainingCall& call) {
   const int batch = batch_axis(call.layout);
   const int rows = row_axis(call.layout);
-  require(call.query.size(batch) == call.key.size(batch) && call.key.size(batch) == call.value.size(batch) &&
+  require(call.query.size(batch) == call.key.size(batch) &&
+              call.key.size(batch) == call.value.size(batch) &&
               call.key.size(rows) == call.value.size(rows),
           "query or key shape is invalid");
 }
@@ -87,8 +92,8 @@ void check_pse(const TrainingCall& call) {
   require(!call.packed(), "pse of a TND call is not modelled by the simulated NPU");
   require(call.pse.dim() == 4, "pse dim should be 4, but got ", call.pse.dim());
   const at::IntArrayRef sizes = call.pse.sizes();
-  require(sizes[0] == call.batch() || sizes[0] == 1, "pse batchsize should be 1 or ", call.batch(), ", but got ",
-          sizes[0]);
+  require(sizes[0] == call.batch() || sizes[0] == 1, "pse batchsize should be 1 or ", call.batch(),
+          ", but got ", sizes[0]);
   const bool fits = sizes[1] == call.heads && (sizes[2] == call.longest_query() || sizes[2] == 1) &&
                     sizes[3] == call.longest_key();
   require(fits, "get unsupported pse shape, the shape is ", shape_text(sizes));
