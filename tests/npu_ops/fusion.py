@@ -66,14 +66,14 @@ class FusionAttention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             result = operator(query, key, value, **options)
-        ctx.save_for_backward(query, key, value, *result[:3])
+        ctx.save_for_backward(query, key, value, *result[:3], options["atten_mask"])
         ctx.grad, ctx.options, ctx.random = grad, options, result[4:]
         return result
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Any, ...]:
-        query, key, value, out, softmax_max, softmax_sum = ctx.saved_tensors
-        options = dict(ctx.options)
+        query, key, value, out, softmax_max, softmax_sum, mask = ctx.saved_tensors
+        options = ctx.options | {"atten_mask": mask}
         scale = options.pop("scale")
         for name in ("dropout_mask", "seed", "offset"):
             options.pop(name, None)
