@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ulysses.config import Config, load_config
 from ulysses.degrees import Degrees, check_count
+from ulysses.launch.ending import end_process
 from ulysses.launch.environment import CONNECT_TIMEOUT, added_variables, usable_cores
 
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code: 2 if nothing could start, else that of the process that failed first."""
+    """Returns 2 if nothing could start; else ends with the code of the rank that failed first."""
     try:
         config = load_config(arguments.config)
         _check_backend(config.attention.backend)
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ulysses.launch.agent import run_torchrun  # loads torch: not before all is checked
 
-    return run_torchrun(words, degrees.num_ranks)
+    return end_process(run_torchrun(words, degrees.num_ranks))
 
 
 def _check_backend(name: str) -> None:

@@ -8,16 +8,13 @@ process group's destructor. The launcher learns what was raised from the error f
 torch's agent says.
 """
 
-import atexit
 import os
 import runpy
-import signal
 import sys
 import types
 from collections.abc import Callable
-from typing import NoReturn
 
-EXIT_SECONDS = 2  # for the script's exit handlers, after it has raised
+from ulysses.launch.ending import end_process
 
 
 def main() -> None:
@@ -31,12 +28,12 @@ def main() -> None:
         record(error)
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-        _exit(error.code if isinstance(error.code, int) else 1)
+        end_process(error.code if isinstance(error.code, int) else 1)
     except Exception as error:
         error.__traceback__ = _own_frames(error.__traceback__)
         record(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        _exit(1)
+        end_process(1)
 
 
 def _run(words: list[str]) -> None:
@@ -66,19 +63,6 @@ def _recorder() -> Callable[[BaseException], None]:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     return get_error_handler().record_exception
-
-
-def _exit(code: int) -> NoReturn:
-    """Ends this process after the script's exit handlers, or after EXIT_SECONDS at the latest.
-
-    The limit is the kernel's: a timer of Python's would wait for an interpreter that is stuck.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(EXIT_SECONDS)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

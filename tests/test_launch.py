@@ -81,11 +81,13 @@ def test_a_rank_that_raises_ends_the_group_with_its_traceback_within_5_seconds(
             lines.append((time.time(), line))
         late.cancel()
         out = launcher.stdout.read()
+    ended = time.time()
     assert launcher.returncode == 1
 
     told, _ = lines[-1]
     raised = float(re.findall(r"raised at (\S+)", out)[0])
     assert told - raised < 5
+    assert ended - raised < 5
     processes = [int(pid) for pid in re.findall(r"process (\d+)", out)]
     assert len(processes) == 3
     for pid in processes:
@@ -299,8 +301,8 @@ def test_a_launched_script_sees_what_python_would_show_it(tmp_path: Path, module
 
 def test_exit_handlers_get_2_seconds() -> None:
     code = (
-        "import atexit, time; from ulysses.launch.worker import _exit; "
-        "atexit.register(time.sleep, 60); atexit.register(print, 'handled'); _exit(3)"
+        "import atexit, time; from ulysses.launch.ending import end_process; "
+        "atexit.register(time.sleep, 60); atexit.register(print, 'handled'); end_process(3)"
     )
     start = time.monotonic()
     done = subprocess.run(
