@@ -17,6 +17,7 @@ from ulysses.backends.base import Band, Dropout, LocalAttention, no_attention
 from ulysses.backends.registry import get_backend
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.grid import Call, plan
+from ulysses.group import checked_lens, process_group, rank_in
 from ulysses.tiling import Grid, Tile, Tiling, grids
 
 # Tensors whose rows travel alike share one message while the messages between two ranks are
@@ -45,9 +46,8 @@ class UlyssesAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
-        self.group = _process_group(group)
-        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.group = process_group(group)
+        self.rank, self.num_ranks = rank_in(self.group)
         self.backend = backend
         self.grid = _checked_grid(grid, self.num_ranks)
         self.check = check
@@ -120,7 +120,7 @@ class UlyssesAttention(nn.Module):
         if type(is_causal) is not bool:
             raise TypeError(f"is_causal={is_causal!r}: pass True or False")
         batch, length, num_heads, head_dim = query.shape
-        lens = _checked_lens(seq_lens, length, self.rank, self.num_ranks)
+        lens = checked_lens(seq_lens, length, self.rank, self.num_ranks)
         return Call(
             batch=batch,
             num_heads=num_heads,
@@ -188,32 +188,6 @@ def _is_small(call: Call, num_ranks: int) -> bool:
     return sum(call.query_lens) * heads < _FUSE_BELOW_BYTES * num_ranks**2
 
 
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} axes, {names}: attention runs over one, "
-                'pass mesh["sp"]'
-            )
-        return group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if group is not None:
-        raise TypeError(
-            f"group is a {type(group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh, or None "
-            "for a single process"
-        )
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if not alone or (dist.is_torchelastic_launched() and not dist.is_initialized()):
-        raise ValueError(
-            "group=None means a single process, but this process is one of several: each would "
-            'attend to its own shard only; pass the sequence-parallel group, such as mesh["sp"] '
-            "of ulysses.init_mesh(sp=...)"
-        )
-    return None
-
-
 def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Grid | None:
     """The grid, or None for "auto"."""
     if isinstance(grid, str):
@@ -227,25 +201,6 @@ def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Gr
             f'pass "auto" or one of {choices}'
         )
     return Grid(*grid)
-
-
-def _checked_lens(
-    seq_lens: Sequence[int] | None, length: int, rank: int, num_ranks: int
-) -> tuple[int, ...]:
-    """Every rank's length, consistent with this rank's own."""
-    if seq_lens is None:
-        return (length,) * num_ranks
-    lens = tuple(int(n) for n in seq_lens)
-    if len(lens) != num_ranks or min(lens) < 0:
-        raise ValueError(
-            f"seq_lens={lens} over {num_ranks} ranks: pass one length >= 0 for each rank"
-        )
-    if lens[rank] != length:
-        raise ValueError(
-            f"seq_lens={lens} but rank {rank} holds {length} rows: seq_lens[{rank}] must be the "
-            "length of the tensors passed on that rank"
-        )
-    return lens
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
