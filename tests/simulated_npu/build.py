@@ -153,7 +153,7 @@ class Build:
         self.link(folder, "opapi", objects.get("opapi", []), *needs, *torch_libraries)
 
     def result(self) -> Path:
-        """Folder of the libraries, built now if need be; one process builds, others wait."""
+        """Folder like a CANN installation, built now if need be; one process builds, others wait."""
         (self.root / "objects").mkdir(parents=True, exist_ok=True)
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -168,7 +168,12 @@ class Build:
                 objects.setdefault(library_of(source), []).append(target)
             unfinished = Path(tempfile.mkdtemp(dir=self.root))
             try:
-                self.link_all(unfinished, objects)
+                # The folders of a CANN installation that torch_npu looks for when it is imported.
+                for name in ("lib64", "opp", "runtime", "compiler"):
+                    (unfinished / name).mkdir()
+                install = unfinished / "ascend_toolkit_install.info"
+                install.write_text("version=8.3.RC1\n")
+                self.link_all(unfinished / "lib64", objects)
                 unfinished.rename(self.folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -185,9 +190,16 @@ def library_of(source: Path) -> str:
 def environment() -> dict[str, str]:
     """This process's environment, changed so that a program started with it has simulated NPUs.
 
-    What the caller has set already stays, but for the library path.
+    What the caller has set already stays, but for the paths.
     """
-    libraries = [str(Build().result()), os.environ.get("LD_LIBRARY_PATH", "")]
+    home = Build().result()
+    libraries = [str(home / "lib64"), os.environ.get("LD_LIBRARY_PATH", "")]
+    # What CANN's set_env.sh sets, as far as torch_npu reads it.
+    paths = {
+        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
+        "ASCEND_HOME_PATH": str(home),
+        "ASCEND_OPP_PATH": str(home / "opp"),
+    }
     defaults = {
         # torch_npu would run operators on a thread of its own, where a failure shows later.
         "TASK_QUEUE_ENABLE": "0",
@@ -196,14 +208,13 @@ def environment() -> dict[str, str]:
         # torch_npu warns below 300.
         "HCCL_CONNECT_TIMEOUT": "300",
     }
-    paths = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
     return {**defaults, **os.environ, **paths}
 
 
 def main(command: list[str]) -> None:
     changed = environment()
     if not command:
-        print(changed["LD_LIBRARY_PATH"].split(":")[0])
+        print(changed["ASCEND_HOME_PATH"])
         return
     # Tools of the interpreter's own virtual environment, torchrun above all, come first.
     changed["PATH"] = f"{Path(sys.executable).parent}:{changed['PATH']}"
