@@ -21,6 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ulysses launch`; several nodes each run it with the same ones."""
     add = parser.add_argument
     parser.usage = "%(prog)s --config FILE [options] [-m] SCRIPT [arguments of the script]"
+    parser.epilog = (
+        "dp * sp * tp is the number of processes on all nodes. tp has to divide num_heads, and "
+        "num_kv_heads unless kv_replication is true; sp may be any number."
+    )
     add("--config", required=True, type=Path, metavar="FILE", help="the YAML configuration")
     add("--nproc", type=int, metavar="N", help="processes on this node; default: sp*tp*dp / nodes")
     add("--nnodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
