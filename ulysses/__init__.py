@@ -17,14 +17,26 @@ if TYPE_CHECKING:
     from ulysses.config import Config as Config
     from ulysses.config import load_config as load_config
     from ulysses.mesh import init_mesh as init_mesh
+    from ulysses.sequence import gather_sequence_slice_grads as gather_sequence_slice_grads
+    from ulysses.sequence import gather_sequence_sum_grads as gather_sequence_sum_grads
+    from ulysses.sequence import position_ids as position_ids
+    from ulysses.sequence import shard_batch as shard_batch
+    from ulysses.sequence import shard_sequence as shard_sequence
+    from ulysses.sequence import shift_labels as shift_labels
 
 # Where each public name lives. It is loaded when it is first used: `ulysses --help` and reading a
 # configuration must not wait for torch.
 _HOMES = {
     "Config": "ulysses.config",
     "UlyssesAttention": "ulysses.attention",
+    "gather_sequence_slice_grads": "ulysses.sequence",
+    "gather_sequence_sum_grads": "ulysses.sequence",
     "init_mesh": "ulysses.mesh",
     "load_config": "ulysses.config",
+    "position_ids": "ulysses.sequence",
+    "shard_batch": "ulysses.sequence",
+    "shard_sequence": "ulysses.sequence",
+    "shift_labels": "ulysses.sequence",
 }
 
 
