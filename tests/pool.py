@@ -1,4 +1,4 @@
-"""Standing gloo workers that run a test's function on every rank.
+"""Standing workers that run a test's function on every rank.
 
 A pool's processes are forked once from a server that has torch loaded, keep their process group,
 and serve one call after another: 2 ms per test where fresh processes take seconds. A call sends a
@@ -24,7 +24,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,36 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Group:
+    """A worker's place in the default process group."""
+
+    backend: str
+    rank: int
+    num_ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Worker:
     process: multiprocessing.process.BaseProcess
     connection: Connection
 
 
 class WorkerPool:
-    """`num_ranks` processes with one gloo group, started on the first call and after a failure."""
+    """`num_ranks` processes with one group, started on the first call and after a failure.
 
-    def __init__(self, num_ranks: int) -> None:
+    `backend` must carry CPU tensors; `environment` is set in the workers before they do anything.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        backend: str = "gloo",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.num_ranks = num_ranks
+        self._backend = backend
+        self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -118,8 +138,9 @@ class WorkerPool:
         self._folder = tempfile.mkdtemp(prefix="ulysses-pool-")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
+            group = _Group(self._backend, rank, self.num_ranks)
             process = context.Process(
-                target=_serve, args=(rank, self.num_ranks, theirs, self._folder), daemon=True
+                target=_serve, args=(group, theirs, self._folder, self._environment), daemon=True
             )
             process.start()
             theirs.close()
@@ -191,25 +212,29 @@ def _stack_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-of-rank-{rank}"
 
 
-def _serve(rank: int, num_ranks: int, connection: Connection, folder: str) -> None:
+def _serve(
+    group: _Group, connection: Connection, folder: str, environment: Mapping[str, str]
+) -> None:
     """A worker's life: join the group, then answer calls until the pool closes the connection."""
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
-    with _stack_path(folder, rank).open("w") as stack_file:
+    with _stack_path(folder, group.rank).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         torch.set_num_threads(1)
         if sys.platform == "linux":
             # Gloo asks the host name for an address, which a container may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
-            "gloo",
+            group.backend,
             init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=num_ranks,
+            rank=group.rank,
+            world_size=group.num_ranks,
             timeout=datetime.timedelta(seconds=START_TIMEOUT),
         )
         with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
             while True:
-                connection.send_bytes(_answer(rank, num_ranks, connection.recv_bytes()))
+                answer = _answer(group.rank, group.num_ranks, connection.recv_bytes())
+                connection.send_bytes(answer)
 
 
 def _answer(rank: int, num_ranks: int, task: bytes) -> bytes:
