@@ -20,9 +20,9 @@ from ulysses.grid import Call, plan
 from ulysses.group import checked_lens, process_group, rank_in
 from ulysses.tiling import Grid, Tile, Tiling, grids
 
-# Tensors whose rows travel alike share one message while the messages between two ranks are
-# smaller than this: a collective saved is then worth a second copy on the way back.
-_FUSE_BELOW_BYTES = 1 << 40
+# Query, key and value share a message while those between two ranks are smaller than this. Larger
+# ones are sent one by one, the next packed while the last is under way.
+_FUSE_BELOW_BYTES = 1 << 21
 
 
 class UlyssesAttention(nn.Module):
@@ -98,7 +98,7 @@ class UlyssesAttention(nn.Module):
             (query, key, value), routes, self.group, fused=_is_small(call, self.num_ranks)
         )
         out = _attend(backend, tile, tensors, call.band, scale, dropout)
-        (out,) = tile_to_shard((out,), (tiling.query_route,), self.group, fused=False)
+        (out,) = tile_to_shard((out,), (tiling.query_route,), self.group)
         return out
 
     def extra_repr(self) -> str:
