@@ -30,6 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "attention": {"exchange", "grid", "group", "agreement"},
     "sequence": {"exchange", "group"},
     "loss": {"sequence"},
+    "gradients": {"sequence"},
+    "draws": {"sequence"},
+    "data": {"draws"},
     "conformance": {"backends"},
     "conformance_checks": {"conformance"},
     "conformance_dropout": {"conformance_checks"},
@@ -38,7 +41,17 @@ ARROWS: dict[str, set[str]] = {
     "integrations": {"attention", "sequence"},
     "wrap": {"integrations"},
     "verify": {"wrap", "loss"},
-    "__init__": {"attention", "config", "loss", "mesh", "plan", "testing", "verify"},
+    "__init__": {
+        "attention",
+        "config",
+        "data",
+        "gradients",
+        "loss",
+        "mesh",
+        "plan",
+        "testing",
+        "verify",
+    },
     "launch": {"__init__"},
 }
 PLAIN = {"tiling", "degrees", "strict_yaml", "config"}  # Python only: no torch
