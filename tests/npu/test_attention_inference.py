@@ -124,6 +124,12 @@ def test_packed_entries_of_different_lengths():
         torch.testing.assert_close(found, attention(*entry, 0.2), **ROUNDING)
 
 
+def test_packed_calls_take_the_key_heads_from_key():
+    tensors = qkv(kv_heads=2, dim=64)
+    check(run(tensors, "TND", num_key_value_heads=0), tensors, None)
+    check(run(tensors, "TND", num_key_value_heads=3), tensors, None)
+
+
 def test_no_keys_give_zeros():
     out, lse = run(qkv(keys=0), "BNSD")
     assert not out.any()
@@ -239,6 +245,13 @@ def refuse(changes, text, **defaults):
 @pytest.mark.parametrize("rule", REFUSED)
 def test_refuses(rule):
     refuse(*REFUSED[rule])
+
+
+@pytest.mark.parametrize("layout", ["SBH", "SH", "bsnd"])
+def test_op_plugin_refuses_layouts(layout):
+    for version in (1, 2):
+        with pytest.raises(RuntimeError, match="layout only support BSH, BSND"):
+            infer(*qkv(), version=version, num_heads=4, input_layout=layout)
 
 
 @pytest.mark.parametrize("rule", PACKED_REFUSED)

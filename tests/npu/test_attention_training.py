@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_npu
 
 from tests.npu.attention_cases import (
@@ -178,6 +179,21 @@ def test_no_gradient_flows_through_the_statistics():
     assert not query.grad.any()
 
 
+@pytest.mark.parametrize("mask", [None, "causal", WRITTEN[:, :1], WRITTEN[0, 0]])
+def test_scaled_dot_product_attention_is_the_fused_operator(mask):
+    tensors = qkv(queries=5, keys=5 if isinstance(mask, str) else 8, dtype=torch.float32)
+    if isinstance(mask, str):
+        options, hidden = {"is_causal": True}, outside(5, 5, None, 0)
+    else:
+        options = {} if mask is None else {"attn_mask": ~mask.npu()}
+        hidden = mask
+    inputs = [tensor.npu().requires_grad_() for tensor in tensors]
+    out = F.scaled_dot_product_attention(*inputs, scale=0.2, **options)
+    assert "FusionAttention" in out.grad_fn.name()
+    out.backward(draw(*out.shape, seed=6, dtype=torch.float32).npu())
+    check((out.detach().cpu(), None, [t.grad.cpu() for t in inputs]), expected(tensors, hidden))
+
+
 # --- dropout ----------------------------------------------------------------------------------
 
 
@@ -233,6 +249,8 @@ REFUSED = {
     "types": ({"cast": torch.float16}, PARAMETER,
               "The data type of query[DT_FLOAT16], key[DT_FLOAT], value[DT_FLOAT] are not equal."),
     "dim": ({"tensors": {"dim": 784}}, PARAMETER, "Head dim must <= 768, but got 784"),
+    "many heads": ({"heads": 257, "tensors": {"heads": 257}}, PARAMETER,
+                   "head_num 257 is not in range [1, 256]"),
     "mask type": ({"atten_mask": TRIANGLE[:7, :7].char()}, TILING,
                   "invalid attenMask dtype[DT_INT8], only support bool or uint8."),
     "mask rank": ({"atten_mask": TRIANGLE[:7, :7].expand(2, 7, 7)}, TILING,

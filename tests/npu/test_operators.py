@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_npu
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+# torch_npu asks for a private format and tells that it got the base one.
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
 
 
 def draw(*shape: int, seed: int = 0, positive: bool = False) -> Tensor:
@@ -208,6 +212,51 @@ def test_equals_cpu(name):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
+ROTATED = (draw(2, 5, 3, 8, seed=6), draw(1, 5, 1, 8, seed=7), draw(1, 5, 1, 8, seed=8))
+
+
+def rotated(x, cos, sin, mode):
+    if mode == "half":
+        turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    else:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos + turned * sin
+
+
+# torch_npu's own operator, and what it computes.
+OWN = {
+    "rotary half": (
+        lambda x, c, s: torch_npu.npu_rotary_mul(x, c, s, "half"),
+        lambda x, c, s: rotated(x, c, s, "half"),
+        ROTATED,
+    ),
+    "rotary interleave": (
+        lambda x, c, s: torch_npu.npu_rotary_mul(x, c, s, "interleave"),
+        lambda x, c, s: rotated(x, c, s, "interleave"),
+        ROTATED,
+    ),
+    "swiglu": (torch_npu.npu_swiglu, lambda x: F.silu(x[:, :3]) * x[:, 3:], (X,)),
+    "rms_norm": (
+        lambda x, w: torch_npu.npu_rms_norm(x, w, epsilon=1e-5)[0],
+        lambda x, w: F.rms_norm(x, (6,), w, 1e-5),
+        (X, Y[0].clone()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_operators_of_torch_npu(name):
+    ours, theirs, inputs = OWN[name]
+    results = []
+    for function, device in ((ours, "npu"), (theirs, "cpu")):
+        leaves = [tensor.to(device).clone().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        gradients = torch.autograd.grad(out, leaves, draw(*out.shape, seed=9).to(device))
+        results.append([tensor.detach().cpu() for tensor in (out, *gradients)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_gelu_is_the_tanh_form_whatever_is_asked():
     """CANN's Gelu has one formula (hicann/ops-nn, activation/gelu/README.md)."""
     exact = X.npu().requires_grad_()
@@ -221,7 +270,7 @@ def test_gelu_is_the_tanh_form_whatever_is_asked():
 
 def test_a_wrong_shape_is_an_error_of_the_call_and_leaves_the_stream_as_it_was():
     x = X.npu()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="aclnnBatchMatMul failed, error code is 161002"):
         torch.bmm(x[None], x[None])
     torch.testing.assert_close((x + 1).cpu(), X + 1)
 

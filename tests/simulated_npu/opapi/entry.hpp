@@ -175,6 +175,27 @@ void rehearse(const std::function<void()>& body);
 aclnnStatus launch(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
                    aclrtStream stream);
 
+// The first function of all operators of one signature; each has a shim below that adds its name
+// and body.
+template <class Result, class... Params>
+aclnnStatus plan_body(const char* name, Result (*body)(Params...),
+                      typename Argument<std::decay_t<Params>>::Raw... raw, uint64_t* workspace_size,
+                      aclOpExecutor** executor) {
+  return plan(name, workspace_size, executor, [&]() -> Work {
+    auto owned = std::make_tuple(Argument<std::decay_t<Params>>::own(raw)...);
+    if constexpr (std::is_same_v<Result, Work>) {
+      return std::apply(body, std::move(owned));
+    } else {
+      rehearse([&] {
+        std::apply(
+            [&](const auto&... value) { body(Argument<std::decay_t<Params>>::rehearse(value)...); },
+            owned);
+      });
+      return [body, owned = std::move(owned)] { std::apply(body, owned); };
+    }
+  });
+}
+
 template <class Operator, class Signature>
 struct Entry;
 
@@ -182,21 +203,8 @@ template <class Operator, class Body, class Result, class... Params>
 struct Entry<Operator, Result (Body::*)(Params...) const> {
   static aclnnStatus get_workspace_size(typename Argument<std::decay_t<Params>>::Raw... raw,
                                         uint64_t* workspace_size, aclOpExecutor** executor) {
-    return plan(Operator::name, workspace_size, executor, [&]() -> Work {
-      auto owned = std::make_tuple(Argument<std::decay_t<Params>>::own(raw)...);
-      if constexpr (std::is_same_v<Result, Work>) {
-        return std::apply(Operator::body, std::move(owned));
-      } else {
-        rehearse([&] {
-          std::apply(
-              [](const auto&... value) {
-                Operator::body(Argument<std::decay_t<Params>>::rehearse(value)...);
-              },
-              owned);
-        });
-        return [owned = std::move(owned)] { std::apply(Operator::body, owned); };
-      }
-    });
+    return plan_body<Result, Params...>(Operator::name, Operator::body, raw..., workspace_size,
+                                        executor);
   }
 };
 

@@ -1,6 +1,8 @@
 // The argument rules of FlashAttentionScore (ascend.md 2.3): those of the aclnn function (161002)
 // and of tiling (561103), with the texts of CN. op-plugin has checked layout, ranks, keep_prob and
 // the range of sparse_mode before.
+#include <algorithm>
+
 #include "refusal.hpp"
 #include "training_call.hpp"
 
@@ -8,6 +10,10 @@ namespace simnpu::op {
 namespace {
 
 constexpr int64_t kMaxDim = 768;
+// The vendor documents these; CN does not check them.
+constexpr int64_t kMaxHeads = 256;
+constexpr int64_t kMaxRows = 1048576;
+constexpr int64_t kMaxPackedBatch = 2048;
 
 template <class... Parts>
 void require(bool kept, const Parts&... parts) {
@@ -68,6 +74,15 @@ void check_dims(const TrainingCall& call) {
   require_parameter(of_query <= kMaxDim, "Head dim must <= 768, but got ", of_query);
 }
 
+void check_documented_limits(const TrainingCall& call) {
+  require_parameter(call.heads <= kMaxHeads, "head_num ", call.heads, " is not in range [1, 256]");
+  const int64_t rows =
+      std::max(call.query.size(row_axis(call.layout)), call.key.size(row_axis(call.layout)));
+  require_parameter(rows <= kMaxRows, "S or T ", rows, " is not in range [1, 1048576]");
+  require_parameter(!call.packed() || call.batch() <= kMaxPackedBatch,
+                    "the size of actual_seq_qlen ", call.batch(), " is not in range [1, 2048]");
+}
+
 void check_packed(const TrainingCall& call) {
   require(call.query_lengths.size() == call.key_lengths.size(), "VarLen scene, q is not equal kv.");
   const int64_t queries = call.query_rows().back().end;
@@ -120,6 +135,7 @@ void check_training_call(const TrainingCall& call) {
   check_layout(call);
   check_heads(call);
   check_dims(call);
+  check_documented_limits(call);
   if (call.packed()) {
     check_packed(call);
   } else {
