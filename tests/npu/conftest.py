@@ -1,26 +1,41 @@
-"""Tests on simulated NPUs: `make test-npu` runs them in .venv-npu, which has torch_npu."""
+"""Tests on NPUs, which `make test-npu` simulates; any other run of pytest leaves them out."""
 
+import contextlib
+import functools
+import os
 import warnings
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 
-if find_spec("torch_npu") is None:
-    collect_ignore_glob = ["test_*.py"]
-else:
+import pytest
+
+from tests.pool import WorkerPool
+
+if "SIMNPU_HOME" in os.environ:
     with warnings.catch_warnings():
         # torch_npu's own modules warn while they are imported.
         warnings.simplefilter("ignore")
-        import torch
         import torch_npu  # noqa: F401
+else:
+    collect_ignore_glob = ["test_*.py"]
 
-    if not torch.npu.is_available():
-        raise RuntimeError(
-            "torch_npu finds no NPU: start pytest through tests/simulated_npu/build.py, "
-            "or with `make test-npu`"
+
+def npu_pool(num_ranks: int, **environment: str) -> WorkerPool:
+    """Workers whose default group is gloo for CPU and hccl for NPU tensors."""
+    return WorkerPool(num_ranks, backend="cpu:gloo,npu:hccl", environment=environment)
+
+
+@pytest.fixture(scope="session")
+def npus() -> Iterator[Callable[[int], WorkerPool]]:
+    """`npus(num_ranks).run(function, *args)`, streams being synchronous."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda num_ranks: stack.enter_context(npu_pool(num_ranks)))
+
+
+@pytest.fixture(scope="session")
+def asynchronous_npus() -> Iterator[Callable[[int], WorkerPool]]:
+    """The same with a thread for each stream, and collectives that start 100 ms late."""
+    settings = {"SIMNPU_ASYNC": "1", "SIMNPU_HCCL_DELAY_MS": "100"}
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(
+            lambda num_ranks: stack.enter_context(npu_pool(num_ranks, **settings))
         )
-
-
-def pytest_configure(config):
-    # torch_npu asks for a private format and tells that it got the base one.
-    config.addinivalue_line(
-        "filterwarnings", "ignore:Cannot create tensor with internal format:UserWarning"
-    )

@@ -153,7 +153,7 @@ class Build:
         self.link(folder, "opapi", objects.get("opapi", []), *needs, *torch_libraries)
 
     def result(self) -> Path:
-        """Folder like a CANN installation, built now if need be; one process builds, others wait."""
+        """Folder like a CANN installation, built if need be; one process builds, others wait."""
         (self.root / "objects").mkdir(parents=True, exist_ok=True)
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -197,6 +197,7 @@ def environment() -> dict[str, str]:
     # What CANN's set_env.sh sets, as far as torch_npu reads it.
     paths = {
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
+        "SIMNPU_HOME": str(home),
         "ASCEND_HOME_PATH": str(home),
         "ASCEND_OPP_PATH": str(home / "opp"),
     }
