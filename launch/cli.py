@@ -16,6 +16,10 @@ from typing import Any
 
 # name: (module, what it does in one line)
 COMMANDS = {
+    "demo": (
+        "ulysses.launch.demo",
+        "score a long text with a real model over N ranks, and compare with one process",
+    ),
     "launch": (
         "ulysses.launch.launch",
         "run a script on as many processes as a configuration asks",
