@@ -24,7 +24,8 @@ const Description& described_by(const aclTensorDesc* handle) {
 
 aclError refuse(const char* name) {
   simnpu::set_error(std::string("simnpu: torch_npu fell back to the aclop operator ") + name +
-                    ", because the simulated NPU has no aclnn entry for it");
+                    ", because the simulated NPU has no aclnn entry for it; "
+                    "tests/simulated_npu/opapi/entry.hpp tells how to add one");
   return ACL_ERROR_OP_NOT_FOUND;
 }
 
