@@ -12,13 +12,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip
+NPU_PYTHON := .venv-npu/bin/python
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help venv demo test check wheel test-wheel clean
+.PHONY: help venv demo test test-npu check wheel test-wheel clean
 
 help:
 	@echo "make demo        score a long text with a real model on 2 ranks and on one (DEMO_ARGS)"
 	@echo "make test        run the tests (PYTEST_ARGS)"
+	@echo "make test-npu    run torch_npu and the tests of tests/npu on simulated NPUs (PYTEST_ARGS)"
 	@echo "make check       lint, format and types"
 	@echo "make wheel       build dist/*.whl"
 	@echo "make test-wheel  install the wheel elsewhere and run tests on it"
@@ -42,6 +44,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Makes .venv-npu, then builds what stands for CANN; ~/.cache/simnpu keeps it for the next time.
+test-npu: $(STAMP)
+	tests/simulated_npu/setup
+	$(NPU_PYTHON) tests/simulated_npu/build.py $(NPU_PYTHON) -m pytest tests/npu $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

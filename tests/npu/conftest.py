@@ -19,6 +19,11 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets torch_npu say, once in a process, that it keeps no layout of its own."""
+    config.addinivalue_line("filterwarnings", "ignore:Cannot create tensor with internal format")
+
+
 def npu_pool(num_ranks: int, **environment: str) -> WorkerPool:
     """Workers whose default group is gloo for CPU and hccl for NPU tensors."""
     return WorkerPool(num_ranks, backend="cpu:gloo,npu:hccl", environment=environment)
