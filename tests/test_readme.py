@@ -1,0 +1,62 @@
+"""What README says is true: its program, its configuration, its error and its file names."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ulysses.attention import UlyssesAttention
+from ulysses.config import Config
+from ulysses.degrees import Degrees
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def blocks(language: str) -> list[str]:
+    """README's code blocks in a language, in their order."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_ten_lines_run_on_two_ranks() -> None:
+    script = ROOT / "examples/ten_lines.py"
+    assert script.read_text() in blocks("python")
+    # The processes are to find the same ulysses as this one, installed or not.
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    differences = re.findall(r"largest difference from one process: (\S+)", done.stdout)
+    assert len(differences) == 2
+    assert all(float(difference) < 1e-5 for difference in differences)
+
+
+def test_the_configuration_is_accepted_with_the_processes_that_the_text_says() -> None:
+    (text,) = blocks("yaml")
+    config = Config.from_mapping(yaml.safe_load(text))
+    assert config.resolve(4 * 2 * 1) == Degrees(dp=1, sp=4, tp=2)
+
+
+def test_the_error_is_the_real_one() -> None:
+    query, key = torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError) as caught:
+        UlyssesAttention(None)(query, key, key)
+    assert f"{caught.value}\n" in blocks("text")
+
+
+def test_the_files_that_it_names_exist() -> None:
+    named = set(
+        re.findall(r"\b(?:configs|examples|launch)/\w[\w.]*\.\w+", (ROOT / "README.md").read_text())
+    )
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
