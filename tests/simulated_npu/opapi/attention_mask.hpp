@@ -2,7 +2,7 @@
 //
 // The two are not the same: keys that are not computed cannot take part whatever happens, a hidden
 // score is the number -FLT_MAX, so a row of nothing but hidden scores is a softmax over equals
-// (ascend.md 2.2, "Fully masked rows").
+// (CN, the PFA and FA kernels).
 #pragma once
 
 #include <ATen/ATen.h>

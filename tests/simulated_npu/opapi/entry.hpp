@@ -8,7 +8,7 @@
 // nothing checks them across dlsym.
 //
 // The first function checks: it runs the body on meta tensors, so that wrong shapes and types are
-// an error of the call, on the calling thread, as with CANN (ascend.md 2.1), and no task ever fails
+// an error of the call, on the calling thread, as with CANN, and no task ever fails
 // for them. The second one submits the body to the stream. Everything the body touches is owned by
 // the task, because torch_npu destroys the handles as soon as the second function returns.
 //
@@ -48,7 +48,7 @@ using MaybeScalar = std::optional<Scalar>;
 using Work = std::function<void()>;
 using AnyFunction = void (*)();
 
-// aclnn status codes (ascend.md 2.1).
+// aclnn status codes, as seen in public logs and op-plugin.
 constexpr int kMissingParameter = 161001;
 constexpr int kInvalidParameter = 161002;
 constexpr int kTilingFailed = 561002;

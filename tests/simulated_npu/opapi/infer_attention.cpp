@@ -1,7 +1,7 @@
 // aclnnFusedInferAttentionScoreV2 to V5, the versions that torch_npu 2.13 calls: V3 for
 // npu_fused_infer_attention_score, V4 for its _v2, V2 on a CANN older than 8.1, V5 on Ascend950.
 //
-// Calls that are accepted and wrong give here what a device gives (ascend.md 2.2):
+// Calls that are accepted and wrong give here what a device gives (CN's tiling and kernels):
 // - BSH with a wrong head count: attention with D' = H / num_heads.
 // - A mask for each head, [B, N, Sq, Skv]: only head 0's is used.
 // - sparse_mode 0 with a mask: pre_tokens and next_tokens cut the band out as well.

@@ -1,5 +1,5 @@
 // The rules of FusedInferAttentionScore about atten_mask, sparse_mode, pre_tokens and next_tokens
-// (ascend.md 2.2; CN CheckAttenMaskShape, ProcessAttenMask, CheckVarLenPreNextToken).
+// (CN CheckAttenMaskShape, ProcessAttenMask, CheckVarLenPreNextToken).
 #include "attention_mask.hpp"
 #include "infer_call.hpp"
 #include "refusal.hpp"

@@ -1,6 +1,5 @@
-// The argument rules of FusedInferAttentionScore (ascend.md 2.2), with the texts of CN's tiling
-// code. The text for head counts is the one of CANN of April 2026, seen in
-// sgl-project/sglang#23572.
+// The argument rules of FusedInferAttentionScore, with the texts of CN's tiling code (refusal.hpp).
+// The text for head counts is that of CANN in April 2026, seen in sgl-project/sglang#23572.
 #include <set>
 
 #include "infer_call.hpp"

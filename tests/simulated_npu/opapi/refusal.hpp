@@ -1,5 +1,11 @@
 // The texts with which CANN's host side turns a call down, in the form that torch_npu appends to
-// its RuntimeError (ascend.md 2.1).
+// its RuntimeError.
+//
+// Sources of the rules in this folder: CN is CANN's operator code, hicann/ops-transformer of
+// November 2025, named by function or file; op-plugin is Ascend/op-plugin of August 2026, which is
+// the torch_npu side; "documented" is said of the vendor's pages for aclnnFusedInferAttentionScore
+// and aclnnFlashAttentionScore. The form of the texts is that of logs in public issues
+// (sgl-project/sglang#23572, vllm-project/vllm-omni#845). Nothing here was compared with an NPU.
 #pragma once
 
 #include <c10/util/StringUtil.h>

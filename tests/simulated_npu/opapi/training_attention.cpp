@@ -1,7 +1,8 @@
 // FlashAttentionScore and its gradient: the aclnn functions that torch_npu 2.13 calls for
 // npu_fusion_attention, its _v2 and _v3, and their backward passes, on a chip older than Ascend950.
 //
-// Calls that are accepted and wrong give here what a device gives (ascend.md 2.3):
+// Calls that are accepted and wrong give here what a device gives (CN's kernels, op-plugin's
+// documents):
 // - BSH and SBH with a wrong head count: attention with D' = H / head_num.
 // - No atten_mask: full attention, whatever sparse_mode says.
 // - sparse_mode 0 with a mask: pre_tockens and next_tockens cut the band out as well.

@@ -1,7 +1,6 @@
 // The rules of FlashAttentionScore about atten_mask, sparse_mode, pre_tockens and next_tockens
-// (ascend.md 2.3; CN AnalyzeOptionalInput, GetSparseInfo). Without a mask none of the others has
-// any effect, not even sparse_mode 3: GetSparseInfo returns at once, and the answer is full
-// attention.
+// (CN AnalyzeOptionalInput, GetSparseInfo). Without a mask none of the others has any effect, not
+// even sparse_mode 3: GetSparseInfo returns at once, and the answer is full attention.
 #include "attention_mask.hpp"
 #include "refusal.hpp"
 #include "training_call.hpp"

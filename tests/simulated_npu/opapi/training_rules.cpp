@@ -1,5 +1,5 @@
-// The argument rules of FlashAttentionScore (ascend.md 2.3): those of the aclnn function (161002)
-// and of tiling (561103), with the texts of CN. op-plugin has checked layout, ranks, keep_prob and
+// The argument rules of FlashAttentionScore: those of the aclnn function (161002) and of tiling
+// (561103), with the texts of CN (refusal.hpp). op-plugin has checked layout, ranks, keep_prob and
 // the range of sparse_mode before.
 #include <algorithm>
 
