@@ -8,7 +8,7 @@ refusal is then raised everywhere, before any communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -102,6 +102,10 @@ class Problem:
     requires_grad: bool
     band: Band = Band()
     dropout_p: float = 0.0
+    mask_dtype: torch.dtype | None = None
+    mask_shape: tuple[int, int, int, int] | None = None
+    alibi: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,38 @@ class Dropout:
     query: int = 0
     key: int = 0
 
+    def shifted(self, *, head: int = 0, query: int = 0, key: int = 0) -> Dropout:
+        """The same pattern, seen from a part that begins there."""
+        place = {"head": self.head + head, "query": self.query + query, "key": self.key + key}
+        return replace(self, **place)
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """A bias of slope * (key position - query position) for each head: slopes [H], floating.
+
+    `distance` is the global position of the tile's first key minus that of its first query.
+    """
+
+    slopes: Tensor
+    distance: int = 0
+
+    def bias(self, queries: range, keys: range) -> Tensor:
+        """[1, H, Sq, Sk] for these rows and columns of the tile."""
+        device = self.slopes.device
+        columns = torch.arange(keys.start, keys.stop, device=device)
+        rows = torch.arange(queries.start, queries.stop, device=device)
+        distance = columns - rows.unsqueeze(1) + self.distance
+        return self.slopes.view(1, -1, 1, 1) * distance
+
+
+def cut_mask(mask: Tensor, *, heads: range | None = None, queries: range, keys: range) -> Tensor:
+    """The part of a mask [B|1, H|1, Sq|1, Sk|1]; sides of size 1 broadcast and stay."""
+    for dim, part in ((1, heads), (2, queries), (3, keys)):
+        if part is not None and mask.shape[dim] != 1:
+            mask = mask.narrow(dim, part.start, len(part))
+    return mask
+
 
 @runtime_checkable
 class LocalAttention(Protocol):
@@ -128,7 +164,13 @@ class LocalAttention(Protocol):
     Tensors are query [B, Sq, H, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv] with any
     strides; H is a multiple of Hkv, and query head i uses key/value head i // (H / Hkv). None of
     the sizes is 0. The result is [B, Sq, H, Dv] with any strides; a row that sees no key is zero
-    and so are its gradients.
+    and so are its gradients. `mask`, `alibi` and `sinks` are passed only where a call has them:
+    a mask [B|1, H|1, Sq|1, Sk|1], bool (True attends) or added to the scores, that goes on top of
+    the band; and sinks [H], each a score that takes weight and gives no value.
+
+    A kernel may also have `attend_with_lse`, with the same arguments, which returns the output and
+    the log-sum-exp [B, Sq, H] of each row's scores: natural logarithm, float32 at least, -inf for
+    a row that sees no key.
     """
 
     @property
@@ -162,6 +204,9 @@ class LocalAttention(Protocol):
         band: Band,
         scale: float,
         dropout: Dropout | None = None,
+        mask: Tensor | None = None,
+        alibi: Alibi | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of these rows over these keys."""
         ...

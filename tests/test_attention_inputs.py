@@ -122,7 +122,7 @@ def _differ(rank, num_ranks, how):
     [
         ("length", r"query_lens: rank 1 has \(2, 2, 2\), the others \(3, 3, 3\)"),
         ("dtype", r"dtype: rank 1 has torch.float64, the others torch.float32"),
-        ("causal", r"band: rank 1 has"),
+        ("causal", r"is_causal: rank 1 has True, the others False"),
         ("scale", r"scale: rank 1 has 0.5, the others None"),
         ("heads", r"num_heads: rank 1 has 8, the others 4"),
         ("gradient", r"requires_grad: rank 1 has True, the others False"),

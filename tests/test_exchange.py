@@ -9,7 +9,8 @@ from tests.counting import counted
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import Band
 from ulysses.exchange import shard_to_tile, tile_to_shard
-from ulysses.grid import Call
+from ulysses.call import Call
+from ulysses.structure import one_band
 from ulysses.tiling import EVERYTHING, Grid, grids, shard_lengths, tile_attention
 
 # 1001 rows on 3 ranks, empty shards, fewer rows than ranks.
@@ -90,8 +91,7 @@ def _cost(rank: int, num_ranks: int, batch: int, length: int) -> None:
         dtype=torch.float32,
         device_type="cpu",
         requires_grad=True,
-        band=Band(),
-        dropout_p=0.0,
+        structure=one_band(length, length, Band()),
     )
     assert attention.tiling == call.tiled(Grid(num_ranks, 1))
     for counts in (forward, backward):

@@ -7,7 +7,9 @@ import torch
 
 from ulysses.backends.base import Band
 from ulysses.backends.sdpa import SdpaAttention
-from ulysses.grid import Call, plan
+from ulysses.call import Call
+from ulysses.grid import plan
+from ulysses.structure import one_band
 from ulysses.tiling import shard_lengths
 
 
@@ -31,7 +33,7 @@ def _call(heads, kv_heads, ranks, band=None, length=1024, **changes):
         "dtype": torch.bfloat16,
         "device_type": "cpu",
         "requires_grad": False,
-        "band": band or Band(),
+        "structure": one_band(length, length, band or Band()),
         "dropout_p": 0.0,
     }
     return Call(**{**options, **changes})

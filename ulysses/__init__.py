@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ulysses.gradients import average_gradients as average_gradients
     from ulysses.gradients import clip_grad_norm_ as clip_grad_norm_
     from ulysses.gradients import grad_norm as grad_norm
+    from ulysses.inputs import QueryRows as QueryRows
+    from ulysses.inputs import Replicated as Replicated
     from ulysses.loss import Averages as Averages
     from ulysses.loss import count_targets as count_targets
     from ulysses.loss import gradient_mesh as gradient_mesh
@@ -40,12 +42,18 @@ if TYPE_CHECKING:
     from ulysses.sequence import shard_batch as shard_batch
     from ulysses.sequence import shard_sequence as shard_sequence
     from ulysses.sequence import shift_labels as shift_labels
+    from ulysses.wrap_function import wrap_function as wrap_function
+    from ulysses.wrapping import describe as describe
+    from ulysses.wrapping import unwrap as unwrap
+    from ulysses.wrapping import wrap as wrap
 
 # Where each public name lives. It is loaded when it is first used: `ulysses --help` and reading a
 # configuration must not wait for torch.
 _HOMES = {
     "Averages": "ulysses.loss",
     "Config": "ulysses.config",
+    "QueryRows": "ulysses.inputs",
+    "Replicated": "ulysses.inputs",
     "SequenceLoader": "ulysses.data",
     "UlyssesAttention": "ulysses.attention",
     "average_gradients": "ulysses.gradients",
@@ -55,6 +63,7 @@ _HOMES = {
     "data_generator": "ulysses.draws",
     "data_loader": "ulysses.data",
     "data_seed": "ulysses.draws",
+    "describe": "ulysses.wrapping",
     "gather_sequence_slice_grads": "ulysses.sequence",
     "gather_sequence_sum_grads": "ulysses.sequence",
     "grad_norm": "ulysses.gradients",
@@ -71,6 +80,9 @@ _HOMES = {
     "share_of_mean": "ulysses.loss",
     "shift_labels": "ulysses.sequence",
     "token_loss": "ulysses.loss",
+    "unwrap": "ulysses.wrapping",
+    "wrap": "ulysses.wrapping",
+    "wrap_function": "ulysses.wrap_function",
 }
 
 

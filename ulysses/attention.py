@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.agreement import require_agreement
-from ulysses.backends.base import Band, Dropout, LocalAttention, no_attention
+from ulysses.backends.base import LocalAttention
 from ulysses.backends.registry import get_backend
+from ulysses.call import Call
 from ulysses.exchange import shard_to_tile, tile_to_shard
-from ulysses.grid import Call, plan
-from ulysses.group import checked_lens, process_group, rank_in
-from ulysses.tiling import Grid, Tile, Tiling, grids
+from ulysses.grid import plan
+from ulysses.group import process_group, rank_in
+from ulysses.inputs import Arguments, QueryRows, Replicated, described
+from ulysses.tile_kernel import Attend, Options, attend_tile, output_and_lse_of, output_of
+from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 
 # Query, key and value share a message while those between two ranks are smaller than this. Larger
 # ones are sent one by one, the next packed while the last is under way.
@@ -56,136 +59,181 @@ class UlyssesAttention(nn.Module):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
+        key: Tensor | Replicated,
+        value: Tensor | Replicated,
+        attn_mask: Tensor | QueryRows | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         *,
         seq_lens: Sequence[int] | None = None,
+        key_lens: Sequence[int] | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        documents: Sequence[int] | None = None,
+        prefix_len: int | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the whole sequence.
+        """Attend to the whole sequence; returns this rank's rows, [B, l, H, Dv].
 
         query is [B, l, H, D], key [B, l, Hkv, D], value [B, l, Hkv, Dv], all of one floating dtype
         and device; Hkv divides H. `seq_lens` are the lengths l of all ranks, by default all equal
-        to this one's; any of them may be 0. `is_causal` and `scale` (default 1/sqrt(D)) mean what
-        they mean to torch's scaled_dot_product_attention. `dropout_p` draws from torch's CPU
-        generator: seed it alike on all ranks. Returns this rank's rows, [B, l, H, Dv].
+        to this one's; any of them may be 0. For cross-attention, key and value have lengths of
+        their own, `key_lens`, or are `Replicated`: whole on every rank and not exchanged.
+
+        `attn_mask`, `dropout_p`, `is_causal` and `scale` (default 1/sqrt(D)) mean what they mean
+        to torch's scaled_dot_product_attention; the mask is the whole one on every rank,
+        broadcastable to [B, H, Sq, Sk] of the whole sequence, or this rank's rows of it in
+        `QueryRows`, or a causal bias of torch.nn.attention.bias. A mask in `QueryRows` has its
+        exact gradient; that of what is given whole on every rank (a mask, `Replicated`, slopes,
+        sinks) is this rank's share, which sums to the whole over the group. Dropout draws its
+        seed from torch's CPU generator: seed it alike on all ranks, and the pattern is the same
+        for every number of them.
+
+        Shapes of masks that need no tensor: `window` is (left, right), how many keys a row sees
+        on each side of its own, None for all; `documents` are the borders (0, ..., end) of packed
+        documents in the whole sequence, on the host, and rows behind them see nothing;
+        `prefix_len` shows the first keys to all rows of causal attention. `alibi_slopes` [H] add
+        slope * (key position - query position), `sinks` [H] are scores that take weight and give
+        no value. Rows that see nothing are zero and have zero gradients. All of this combines.
 
         Raises ValueError or TypeError, before any communication, for what can not be exact.
         """
-        if attn_mask is not None:
-            raise ValueError("attn_mask is not supported: pass is_causal=True or no mask")
+        (out,) = self._run(
+            output_of,
+            Arguments(
+                query=query,
+                key=key,
+                value=value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                seq_lens=seq_lens,
+                key_lens=key_lens,
+                window=window,
+                documents=documents,
+                prefix_len=prefix_len,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+            ),
+        )
+        return out
+
+    def with_lse(
+        self,
+        query: Tensor,
+        key: Tensor | Replicated,
+        value: Tensor | Replicated,
+        attn_mask: Tensor | QueryRows | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp [B, l, H] of each row's scores, for who merges.
+
+        Takes what `forward` takes, by name. Natural logarithm, float32 at least, -inf for a row
+        that sees nothing; differentiable where the kernel says so, as sdpa's is, else detached.
+        """
+        arguments = Arguments(query=query, key=key, value=value, attn_mask=attn_mask, **options)
+        out, lse = self._run(output_and_lse_of, arguments)
+        return out, lse
+
+    def extra_repr(self) -> str:
+        return f"num_ranks={self.num_ranks}, backend={self.backend!r}, grid={self.grid!r}"
+
+    def _run(
+        self, results_of: Callable[[LocalAttention], Attend], arguments: Arguments
+    ) -> tuple[Tensor, ...]:
+        """Check, exchange, attend, exchange back."""
+        call, backend, tiling = self._planned(arguments)
+        attend = results_of(backend)
+        self.tiling = tiling
+        tile = tiling.tiles[self.rank]
+        options = _options(arguments, call)
+        if self.group is None:
+            return attend_tile(attend, tile, call.structure, arguments.tensors, options)
+        tensors, options = self._to_tile(arguments, call, tiling, options)
+        results = attend_tile(attend, tile, call.structure, tensors, options)
+        # The log-sum-exp [B, Sq, h] travels as one more tensor, of dim 1.
+        tiles = [result if result.ndim == 4 else result.unsqueeze(3) for result in results]
+        shards = tile_to_shard(tiles, (tiling.query_route,) * len(tiles), self.group)
+        return shards[0], *(shard.squeeze(3) for shard in shards[1:])
+
+    def _planned(self, arguments: Arguments) -> tuple[Call, LocalAttention, Tiling]:
+        """The call, its kernel and its tiles, agreed upon with all ranks if that is asked for."""
         try:
-            backend = get_backend(self.backend, query.device.type)
-            call = self._call(query, key, value, dropout_p, is_causal, seq_lens)
+            call = described(arguments, self.rank, self.num_ranks)
+            backend = get_backend(self.backend, call.device_type)
             tiling = plan(call, backend, self.grid)
         except (TypeError, ValueError) as error:
             if self.check:
                 require_agreement(error, self.group)
             raise
         if self.check:
-            require_agreement(_fingerprint(call, backend, self.grid, scale), self.group)
-        self.tiling = tiling
-        scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
+            options = {"backend": backend.name, "grid": self.grid} | arguments.options
+            sizes = {f.name: getattr(call, f.name) for f in fields(call) if f.name != "structure"}
+            require_agreement(sizes | options, self.group)
+        return call, backend, tiling
+
+    def _to_tile(
+        self, arguments: Arguments, call: Call, tiling: Tiling, options: Options
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
+        """What this rank's tile needs of query, key, value, and of a mask given in rows."""
+        assert self.group is not None, "a single process has its tile"
         tile = tiling.tiles[self.rank]
-        dropout = _dropout_of(tile, dropout_p)
-        if self.group is None:
-            return _attend(backend, tile, (query, key, value), call.band, scale, dropout)
-        routes = (tiling.query_route, tiling.key_route, tiling.key_route)
-        tensors = shard_to_tile(
-            (query, key, value), routes, self.group, fused=_is_small(call, self.num_ranks)
-        )
-        out = _attend(backend, tile, tensors, call.band, scale, dropout)
-        (out,) = tile_to_shard((out,), (tiling.query_route,), self.group)
-        return out
-
-    def extra_repr(self) -> str:
-        return f"num_ranks={self.num_ranks}, backend={self.backend!r}, grid={self.grid!r}"
-
-    def _call(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float,
-        is_causal: bool,
-        seq_lens: Sequence[int] | None,
-    ) -> Call:
-        """The call as plain data, after everything that this rank can see to be wrong."""
-        _check_tensors(query, key, value)
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p={dropout_p}: a probability in [0, 1) is needed")
-        if type(is_causal) is not bool:
-            raise TypeError(f"is_causal={is_causal!r}: pass True or False")
-        batch, length, num_heads, head_dim = query.shape
-        lens = checked_lens(seq_lens, length, self.rank, self.num_ranks)
-        return Call(
-            batch=batch,
-            num_heads=num_heads,
-            num_kv_heads=key.shape[2],
-            head_dim=head_dim,
-            value_dim=value.shape[3],
-            query_lens=lens,
-            key_lens=lens,
-            dtype=query.dtype,
-            device_type=query.device.type,
-            requires_grad=torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (query, key, value)),
-            band=Band(None, 0) if is_causal else Band(),
-            dropout_p=dropout_p,
-        )
+        query, key, value = arguments.tensors
+        moving, routes = [query], [tiling.query_route]
+        if not call.keys_replicated:
+            moving += [key, value]
+            routes += [tiling.key_route, tiling.key_route]
+        by_rows = isinstance(arguments.attn_mask, QueryRows)
+        if by_rows:
+            assert options.mask is not None, "rows of a mask are a mask"
+            moving.append(options.mask.transpose(1, 2))
+            routes.append(_mask_route(tiling, options.mask.shape[1]))
+        moved = shard_to_tile(moving, routes, self.group, fused=_is_small(call))
+        if call.keys_replicated:
+            tensors = (moved[0], _own_part(key, tile), _own_part(value, tile))
+        else:
+            tensors = (moved[0], moved[1], moved[2])
+        if by_rows:
+            options = replace(options, mask=moved[-1].transpose(1, 2), mask_is_of_tile=True)
+        return tensors, options
 
 
-def _attend(
-    backend: LocalAttention,
-    tile: Tile,
-    tensors: tuple[Tensor, ...],
-    band: Band,
-    scale: float,
-    dropout: Dropout | None,
-) -> Tensor:
-    """The kernel on a tile: [B, Sq, h, D], [B, Sk, hkv, D], [B, Sk, hkv, Dv] to [B, Sq, h, Dv]."""
-    query, key, value = tensors
-    if tile.is_empty or not query.numel():
-        return no_attention(query, key, value)
-    band = band.shifted(tile.queries.start, tile.keys.start)
-    outputs = []
-    for heads, kv_heads in tile.runs:
-        of_run, shared = slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop)
-        outputs.append(
-            backend(
-                query[:, :, of_run],
-                key[:, :, shared],
-                value[:, :, shared],
-                band=band,
-                scale=scale,
-                dropout=dropout and replace(dropout, head=dropout.head + heads.start),
-            )
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def _dropout_of(tile: Tile, p: float) -> Dropout | None:
-    """Dropout of this tile, from a seed that every rank draws even where its tile is empty."""
-    if p == 0.0:
-        return None
-    seed = int(torch.randint(2**63 - 1, ()))
-    return Dropout(
-        p=p,
+def _options(arguments: Arguments, call: Call) -> Options:
+    """What the kernel is told. Every rank draws the seed, even where its tile is empty."""
+    seed = int(torch.randint(2**63 - 1, ())) if call.dropout_p > 0 else 0
+    return Options(
+        scale=1 / math.sqrt(call.head_dim) if arguments.scale is None else arguments.scale,
+        dropout_p=call.dropout_p,
         seed=seed,
-        head=tile.heads.start,
-        query=tile.queries.start,
-        key=tile.keys.start,
+        mask=arguments.mask,
+        alibi_slopes=arguments.alibi_slopes,
+        sinks=arguments.sinks,
     )
 
 
-def _is_small(call: Call, num_ranks: int) -> bool:
+def _own_part(whole: Tensor, tile: Tile) -> Tensor:
+    """A tile's rows and heads of a key or value that is there already."""
+    keys, heads = tile.keys, tile.kv_heads
+    return whole[:, keys.start : keys.stop, heads.start : heads.stop]
+
+
+def _mask_route(tiling: Tiling, num_heads: int) -> Route:
+    """The way of mask rows [B|1, l, H|1, Sk]: with the queries, each rank's heads or the one."""
+    route = tiling.query_route
+    if num_heads == tiling.num_heads:
+        return route
+    shared = tuple(range(1) if heads else range(0) for heads in route.heads)
+    return Route(route.shards, route.rows, shared, num_heads)
+
+
+def _is_small(call: Call) -> bool:
     """True if the messages between two ranks are, on average, small; equal on all ranks."""
     query, key_value, _ = call.row_bytes
-    heads = call.num_heads * query + call.num_kv_heads * key_value
-    return sum(call.query_lens) * heads < _FUSE_BELOW_BYTES * num_ranks**2
+    of_queries = sum(call.query_lens) * call.num_heads * query
+    of_keys = sum(call.key_lens) * call.num_kv_heads * key_value
+    return of_queries + of_keys < _FUSE_BELOW_BYTES * len(call.query_lens) ** 2
 
 
 def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Grid | None:
@@ -201,44 +249,3 @@ def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Gr
             f'pass "auto" or one of {choices}'
         )
     return Grid(*grid)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Everything that the three tensors must have in common."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(f"{shapes}: each must be [batch, seq, heads, dim]")
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        raise TypeError(
-            f"query {query.dtype}, key {key.dtype}, value {value.dtype}: one floating dtype is "
-            "needed for all three"
-        )
-    if not query.device == key.device == value.device:
-        raise ValueError(
-            f"query on {query.device}, key on {key.device}, value on {value.device}: all three "
-            "must be on one device"
-        )
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError(f"{shapes}: batch sizes differ")
-    if not query.shape[1] == key.shape[1] == value.shape[1]:
-        raise ValueError(f"{shapes}: all three must have this rank's length in dim 1")
-    if key.shape[2] != value.shape[2]:
-        raise ValueError(f"{shapes}: key and value must have the same number of heads")
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"{shapes}: query and key must have the same head dim")
-    num_heads, num_kv_heads = query.shape[2], key.shape[2]
-    if not num_kv_heads or not num_heads or num_heads % num_kv_heads:
-        legal = [h for h in range(1, num_heads + 1) if num_heads % h == 0]
-        raise ValueError(
-            f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: query heads must be a multiple "
-            f"of key/value heads; {num_heads} query heads go with {legal} key/value heads"
-        )
-    if not query.shape[3] or not value.shape[3]:
-        raise ValueError(f"{shapes}: head dims must be at least 1")
-
-
-def _fingerprint(
-    call: Call, backend: LocalAttention, grid: Grid | None, scale: float | None
-) -> dict[str, Any]:
-    """What must be equal on all ranks, by name."""
-    return {**asdict(call), "backend": backend.name, "grid": grid, "scale": scale}

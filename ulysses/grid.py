@@ -7,73 +7,17 @@ grid is both, time decides: the largest tile's score elements, each dearer where
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
-from ulysses.backends.base import Band, LocalAttention, Problem
-from ulysses.tiling import Grid, Tiling, grids, tile_attention
+from ulysses.backends.base import LocalAttention
+from ulysses.call import Call
+from ulysses.tiling import Grid, Tiling, grids
 
 _LOG = logging.getLogger(__name__)
 
 _LEVEL = 0.10  # work counts as level up to this imbalance
 # Bottom-right causal SDPA on CPU took 58 ms with a mask, the same work as whole heads 37 ms.
 _MASK_COST = 58 / 37
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One attention call over all ranks, as plain data that is equal on every rank."""
-
-    batch: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    query_lens: tuple[int, ...]
-    key_lens: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    requires_grad: bool
-    band: Band
-    dropout_p: float
-
-    @property
-    def row_bytes(self) -> tuple[int, int, int]:
-        """What `Tiling.bytes_sent` asks for."""
-        element = self.batch * self.dtype.itemsize
-        dims = (self.head_dim, self.head_dim + self.value_dim, self.value_dim)
-        query, key_value, output = (element * dim for dim in dims)
-        return query, key_value, output
-
-    def tiled(self, grid: Grid) -> Tiling:
-        """This call's tiles on a grid."""
-        return tile_attention(
-            self.num_heads, self.num_kv_heads, self.query_lens, self.key_lens, grid, self.band
-        )
-
-    def problems(self, tiling: Tiling) -> Iterator[Problem]:
-        """Every kernel call of every rank."""
-        for tile in tiling.tiles:
-            if tile.is_empty or not self.batch:
-                continue
-            for heads, kv_heads in tile.runs:
-                yield Problem(
-                    batch=self.batch,
-                    num_queries=len(tile.queries),
-                    num_keys=len(tile.keys),
-                    num_heads=len(heads),
-                    num_kv_heads=len(kv_heads),
-                    head_dim=self.head_dim,
-                    value_dim=self.value_dim,
-                    dtype=self.dtype,
-                    device_type=self.device_type,
-                    requires_grad=self.requires_grad,
-                    band=self.band.shifted(tile.queries.start, tile.keys.start),
-                    dropout_p=self.dropout_p,
-                )
 
 
 @lru_cache(maxsize=1024)

@@ -46,22 +46,22 @@ def rank_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def checked_lens(
-    seq_lens: Sequence[int] | None, length: int, rank: int, num_ranks: int
+    given: Sequence[int] | None, length: int, rank: int, num_ranks: int, name: str = "seq_lens"
 ) -> tuple[int, ...]:
-    """Every rank's length, by default all equal to this one's.
+    """Every rank's length, by default all equal to this one's; `name` is the argument's.
 
     Raises ValueError if they are not one length for each rank, or not what this rank holds.
     """
-    if seq_lens is None:
+    if given is None:
         return (length,) * num_ranks
-    lens = tuple(int(n) for n in seq_lens)
+    lens = tuple(int(n) for n in given)
     if len(lens) != num_ranks or min(lens) < 0:
         raise ValueError(
-            f"seq_lens={lens} over {num_ranks} ranks: pass one length >= 0 for each rank"
+            f"{name}={lens} over {num_ranks} ranks: pass one length >= 0 for each rank"
         )
     if lens[rank] != length:
         raise ValueError(
-            f"seq_lens={lens} but rank {rank} holds {length} rows: seq_lens[{rank}] must be the "
+            f"{name}={lens} but rank {rank} holds {length} rows: {name}[{rank}] must be the "
             "length of the tensors passed on that rank"
         )
     return lens

@@ -1,0 +1,114 @@
+"""The shape of a mask as plain data: which rows see which keys, without a mask tensor.
+
+Causal attention, sliding windows, packed documents and prefix-LM are all rows cut into pieces, each
+of which sees a band of one interval of keys. The tiling computes what a tile needs from that, and
+a kernel is called once a piece, with a band that it may have a flag for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from ulysses.backends.base import Band
+
+NO_KEYS = range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows that see a band of an interval of keys; the band counts from its corner."""
+
+    queries: range
+    keys: range
+    band: Band = Band()
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Pieces that cover all rows in order."""
+
+    pieces: tuple[Piece, ...]
+
+    def keys(self, queries: range, num_keys: int) -> range:
+        """The columns that at least one of these rows may see, as one interval."""
+        del num_keys  # the pieces know
+        seen = [piece.keys for piece in self.within(queries) if piece.keys]
+        if not seen:
+            return NO_KEYS
+        return range(min(keys.start for keys in seen), max(keys.stop for keys in seen))
+
+    def area(self, queries: range, num_keys: int) -> int:
+        """How many (row, column) pairs are visible in these rows."""
+        del num_keys
+        return self._area_above(queries.stop) - self._area_above(queries.start)
+
+    def within(self, queries: range) -> list[Piece]:
+        """The pieces cut to these rows, each with no more keys than its rows see."""
+        if not queries:
+            return []
+        first = max(0, bisect_right(self._starts, queries.start) - 1)
+        cut = []
+        for piece in self.pieces[first:]:
+            if piece.queries.start >= queries.stop:
+                break
+            rows = range(
+                max(piece.queries.start, queries.start), min(piece.queries.stop, queries.stop)
+            )
+            if rows:
+                cut.append(_cut(piece, rows))
+        return cut
+
+    def _area_above(self, row: int) -> int:
+        """Visible pairs in rows 0..row."""
+        place = bisect_right(self._starts, row) - 1
+        if place < 0:
+            return 0
+        piece = self.pieces[place]
+        rows = range(min(row, piece.queries.stop) - piece.queries.start)
+        return self._areas[place] + piece.band.area(rows, len(piece.keys))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.queries.start for piece in self.pieces]
+
+    @cached_property
+    def _areas(self) -> list[int]:
+        """Visible pairs above each piece."""
+        areas = (p.band.area(range(len(p.queries)), len(p.keys)) for p in self.pieces)
+        return list(accumulate(areas, initial=0))
+
+
+def one_band(num_queries: int, num_keys: int, band: Band) -> Structure:
+    """All rows see one band of all keys."""
+    return Structure((Piece(range(num_queries), range(num_keys), band),))
+
+
+def packed(documents: Sequence[int], length: int, band: Band) -> Structure:
+    """Rows see a band of their own document; rows behind the last one see nothing.
+
+    `documents` are the borders (0, ..., end) of consecutive documents, empty ones allowed.
+    """
+    pieces = [Piece(range(a, b), range(a, b), band) for a, b in pairwise(documents) if a < b]
+    if documents[-1] < length:
+        pieces.append(Piece(range(documents[-1], length), NO_KEYS))
+    return Structure(tuple(pieces))
+
+
+def prefix(prefix_len: int, length: int) -> Structure:
+    """Causal, but all rows see the first `prefix_len` keys."""
+    first = Piece(range(prefix_len), range(prefix_len))
+    rest = Piece(range(prefix_len, length), range(length), Band(None, prefix_len))
+    return Structure(tuple(piece for piece in (first, rest) if piece.queries))
+
+
+def _cut(piece: Piece, rows: range) -> Piece:
+    """A piece's rows and the keys that they see."""
+    down = rows.start - piece.queries.start
+    keys = piece.band.keys(range(down, down + len(rows)), len(piece.keys))
+    across = keys.start
+    start = piece.keys.start + across
+    return Piece(rows, range(start, start + len(keys)), piece.band.shifted(down, across))

@@ -1,0 +1,129 @@
+"""The local kernel on one rank's tile: once for each piece of rows and each even run of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses.backends.base import Alibi, Dropout, LocalAttention, cut_mask, no_attention
+from ulysses.structure import NO_KEYS, Piece, Structure
+from ulysses.tiling import Tile
+
+# (query, key, value, **arguments) to the output, or the output and the log-sum-exp.
+Attend = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a kernel is told besides the tensors.
+
+    `mask` [B|1, H|1, Sq|1, Sk|1] holds all heads and rows or, with `mask_is_of_tile`, this tile's;
+    `alibi_slopes` and `sinks` are [H], of all heads; `seed` is set where there is dropout.
+    """
+
+    scale: float
+    dropout_p: float = 0.0
+    seed: int = 0
+    mask: Tensor | None = None
+    mask_is_of_tile: bool = False
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def attend_tile(
+    attend: Attend,
+    tile: Tile,
+    structure: Structure,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """[B, Sq, h, D], [B, Sk, hkv, D] and [B, Sk, hkv, Dv] of a tile to what `attend` gives."""
+    pieces = structure.within(tile.queries) or [Piece(tile.queries, NO_KEYS)]
+    runs = tile.runs or ((range(0), range(0)),)
+    rows = []
+    for piece in pieces:
+        query, key, value = (
+            tensor[:, part.start - whole.start : part.stop - whole.start]
+            for tensor, part, whole in zip(
+                tensors,
+                (piece.queries, piece.keys, piece.keys),
+                (tile.queries, tile.keys, tile.keys),
+                strict=True,
+            )
+        )
+        parts = [
+            attend(
+                query[:, :, heads.start : heads.stop],
+                key[:, :, kv_heads.start : kv_heads.stop],
+                value[:, :, kv_heads.start : kv_heads.stop],
+                band=piece.band,
+                **_arguments(tile, piece, heads, options),
+            )
+            for heads, kv_heads in runs
+        ]
+        rows.append(_joined(parts, dim=2))
+    return _joined(rows, dim=1)
+
+
+def output_of(backend: LocalAttention) -> Attend:
+    """The kernel's output alone."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor]:
+        if not (query.numel() and key.shape[1]):
+            return (no_attention(query, key, value),)
+        return (backend(query, key, value, **arguments),)
+
+    return attend
+
+
+def output_and_lse_of(backend: LocalAttention) -> Attend:
+    """The kernel's output and the log-sum-exp [B, Sq, H] of its scores."""
+    with_lse: Attend = backend.attend_with_lse  # type: ignore[attr-defined]  # asked before
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, **arguments: Any
+    ) -> tuple[Tensor, ...]:
+        if query.numel() and key.shape[1]:
+            more = {} if sinks is None else {"sinks": sinks}
+            return with_lse(query, key, value, **arguments, **more)
+        exact = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=exact)
+        return no_attention(query, key, value), lse if sinks is None else lse.logaddexp(sinks)
+
+    return attend
+
+
+def _arguments(tile: Tile, piece: Piece, heads: range, options: Options) -> dict[str, Any]:
+    """The kernel's keyword arguments for a run of heads (counted within the tile) of a piece."""
+    everywhere = range(tile.heads.start + heads.start, tile.heads.start + heads.stop)
+    arguments: dict[str, Any] = {"scale": options.scale}
+    if options.dropout_p > 0:
+        arguments["dropout"] = Dropout(
+            p=options.dropout_p,
+            seed=options.seed,
+            head=everywhere.start,
+            query=piece.queries.start,
+            key=piece.keys.start,
+        )
+    if options.mask is not None:
+        row = tile.queries.start if options.mask_is_of_tile else 0
+        rows = range(piece.queries.start - row, piece.queries.stop - row)
+        of_run = heads if options.mask_is_of_tile else everywhere
+        arguments["mask"] = cut_mask(options.mask, heads=of_run, queries=rows, keys=piece.keys)
+    own = slice(everywhere.start, everywhere.stop)
+    if options.alibi_slopes is not None:
+        distance = piece.keys.start - piece.queries.start
+        arguments["alibi"] = Alibi(options.alibi_slopes[own], distance)
+    if options.sinks is not None:
+        arguments["sinks"] = options.sinks[own]
+    return arguments
+
+
+def _joined(parts: list[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(tensors, dim=dim) for tensors in zip(*parts, strict=True))
