@@ -69,6 +69,13 @@ def refusals(problem: Problem, operator: torch._ops.OpOverload) -> Iterator[str]
             f"num_queries={problem.num_queries}, num_keys={problem.num_keys}: {name} takes at "
             f"most {_MAX_LENGTH[name]} rows; split the sequence over several calls"
         )
+    for given, what in (
+        (problem.mask_shape is not None, "attn_mask"),
+        (problem.alibi, "alibi_slopes"),
+        (problem.sinks, "sinks"),
+    ):
+        if given:
+            yield f"{what}: not on backend 'ascend' yet; use backend='sdpa' on CPU or CUDA"
     if not 0.0 <= problem.dropout_p < 1.0:
         yield f"dropout_p={problem.dropout_p}: {name} takes 0 <= dropout_p < 1"
 
