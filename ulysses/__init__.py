@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ulysses.sequence import shard_batch as shard_batch
     from ulysses.sequence import shard_sequence as shard_sequence
     from ulysses.sequence import shift_labels as shift_labels
-    from ulysses.wrap_function import wrap_function as wrap_function
+    from ulysses.verification import verify as verify
+    from ulysses.wrap_callable import wrap_function as wrap_function
     from ulysses.wrapping import describe as describe
     from ulysses.wrapping import unwrap as unwrap
     from ulysses.wrapping import wrap as wrap
@@ -81,8 +82,9 @@ _HOMES = {
     "shift_labels": "ulysses.sequence",
     "token_loss": "ulysses.loss",
     "unwrap": "ulysses.wrapping",
+    "verify": "ulysses.verification",
     "wrap": "ulysses.wrapping",
-    "wrap_function": "ulysses.wrap_function",
+    "wrap_function": "ulysses.wrap_callable",
 }
 
 

@@ -1,0 +1,1 @@
+"""Libraries that ulysses takes attention over in. Each file needs its library, and loads on use."""

@@ -1,0 +1,33 @@
+"""Libraries whose models have a way of their own to take attention over, if they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from ulysses.wrap_scope import Wrapping
+
+
+class Family(Protocol):
+    """What an integration is: a module of `ulysses.integrations` with these functions."""
+
+    def take_over(self, module: nn.Module, wrapping: Wrapping) -> None:
+        """Make the library call ulysses for this module's attention."""
+        ...
+
+    def give_back(self, module: nn.Module) -> None:
+        """Undo it."""
+        ...
+
+    def routed(
+        self, part: nn.Module, forward: Callable[..., Any], wrapping: Wrapping
+    ) -> Callable[..., Any]:
+        """A part's forward (the module comes first) with what it needs around it, or the same."""
+        ...
+
+
+def families() -> list[Family]:
+    """Those of the libraries that this process has loaded: none is loaded for it."""
+    return []

@@ -1,0 +1,252 @@
+"""A forward of a wrapped module: where its attention calls go while it runs.
+
+A `Wrapping` is what one `wrap` decided: the layer that exchanges, and the places in the module that
+attend (`Site`). A `Scope` is open while the module runs, in the thread that runs it, and is closed
+however that ends. Nothing outside the module sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ulysses.attention import UlyssesAttention
+from ulysses.inputs import Replicated
+from ulysses.wrap_lengths import Lengths
+from ulysses.wrap_policy import Policy
+
+# Attention that a function mode can see but not look into; `ulysses.wrap` has routes around them.
+_OPAQUE = {
+    functional.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+}
+# The scopes that this thread has open, outermost first: a dynamic scope, as torch's modes are.
+_OPEN: ContextVar[tuple[Scope, ...]] = ContextVar("ulysses_open_scopes", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A module that attends: its name in the wrapped module, and how it is taken over."""
+
+    name: str
+    kind: str  # the module's class
+    route: str
+    policy: Policy = Policy.EXCHANGED
+
+
+@dataclass(slots=True)
+class Seen:
+    """What reached the layer from a site, last: head counts after any tensor parallelism."""
+
+    num_heads: int
+    num_kv_heads: int
+    mask: str
+
+
+@dataclass(eq=False)
+class Wrapping:
+    """What one `wrap` decided; deep copies of the wrapped module share it."""
+
+    attention: UlyssesAttention
+    sites: dict[str, Site]
+    seq_dim: int
+    is_probed: bool = False  # nothing is left to be found out by the first forward
+    seen: dict[str, Seen] = field(default_factory=dict)  # by the site's name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapping:
+        return self
+
+    @contextmanager
+    def scope(self, lengths: Lengths | None = None, *, neutral: bool = False) -> Iterator[Scope]:
+        """The scope that this thread has open for this wrapping, or a new one."""
+        found = self.open_scope()
+        if found is not None:
+            yield found
+            return
+        neutral = neutral or any(scope.neutral for scope in _OPEN.get())
+        scope = Scope(self, lengths or Lengths(self.attention), neutral=neutral)
+        token = _OPEN.set((*_OPEN.get(), scope))
+        try:
+            with _TakeOver(scope):
+                yield scope
+        finally:
+            _OPEN.reset(token)
+
+    def open_scope(self) -> Scope | None:
+        """This thread's open scope of this wrapping."""
+        return next((scope for scope in _OPEN.get() if scope.wrapping is self), None)
+
+
+def current_scope() -> Scope | None:
+    """This thread's innermost open scope, for attention functions that are called by name."""
+    scopes = _OPEN.get()
+    return scopes[-1] if scopes else None
+
+
+class Scope:
+    """One forward of a wrapped module in one thread.
+
+    `neutral` replaces attention by something that each token computes alone, without communication:
+    what then still mixes tokens is not attention (`ulysses.wrap_probe`).
+    `notes` is for integrations: what they found out about this forward, by their own key.
+    """
+
+    def __init__(self, wrapping: Wrapping, lengths: Lengths, *, neutral: bool) -> None:
+        self.wrapping = wrapping
+        self.lengths = lengths
+        self.neutral = neutral
+        self.notes: dict[str, Any] = {}
+        self.num_calls = 0
+        self._sites: list[Site] = []
+
+    @property
+    def attention(self) -> UlyssesAttention:
+        return self.wrapping.attention
+
+    @property
+    def site(self) -> str:
+        """The attending module that runs now, for messages."""
+        return f"{self._sites[-1].name} ({self._sites[-1].kind})" if self._sites else "the module"
+
+    @property
+    def policy(self) -> Policy:
+        """What the user said of the module that runs now."""
+        return self._sites[-1].policy if self._sites else Policy.EXCHANGED
+
+    @contextmanager
+    def inside(self, site: Site) -> Iterator[None]:
+        """While a site's forward runs. Raises RuntimeError if it ends without having attended."""
+        before = self.num_calls
+        self._sites.append(site)
+        try:
+            yield
+            if self.num_calls == before and site.policy is not Policy.LOCAL:
+                raise RuntimeError(
+                    f"{self.site} ran, but its attention did not reach ulysses (route "
+                    f"{site.route}): it took another kernel and attended to this rank's shard "
+                    "only. Make it use torch's scaled_dot_product_attention, or wrap its kernel "
+                    "with ulysses.wrap_function, or name it in local=[...]"
+                )
+        finally:
+            self._sites.pop()
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **structure: Any,
+    ) -> Tensor:
+        """[B, l, H, D] shards to [B, l, H, Dv], as `UlyssesAttention` takes them.
+
+        `structure` are its other keyword arguments (window, documents, sinks, ...); None is left
+        out.
+        """
+        self.num_calls += 1
+        structure = {name: value for name, value in structure.items() if value is not None}
+        if self.neutral:
+            return _each_token_alone(query, key, value)
+        self._record(query, key, attn_mask, is_causal, structure)
+        structure["seq_lens"] = self.lengths.of(query, 1, self.site)
+        keys_and_values: tuple[Tensor, Tensor] | tuple[Replicated, Replicated] = (key, value)
+        if self.policy is Policy.REPLICATED:
+            keys_and_values = (Replicated(key), Replicated(value))
+        elif key.shape[1] != query.shape[1]:
+            structure["key_lens"] = self.lengths.of(key, 1, self.site)
+        # Not only this scope's mode goes: another wrapping's would take the local kernel over.
+        with torch._C.DisableTorchFunction():
+            out: Tensor = self.attention(
+                query, *keys_and_values, attn_mask, dropout_p, is_causal, scale, **structure
+            )
+        return out
+
+    def _record(
+        self, query: Tensor, key: Tensor, mask: Any, is_causal: bool, structure: dict[str, Any]
+    ) -> None:
+        words = ["causal"] * is_causal + sorted(structure) + ["mask"] * (mask is not None)
+        if self._sites:
+            self.wrapping.seen[self._sites[-1].name] = Seen(
+                query.shape[2], key.shape[2], ", ".join(words) or "none"
+            )
+
+
+class _TakeOver(TorchFunctionMode):
+    """Hands every scaled_dot_product_attention to a scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self._scope = scope
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            if self._scope.policy is Policy.LOCAL:
+                self._scope.num_calls += 1
+                return func(*args, **kwargs)
+            return _sdpa(self._scope, *args, **kwargs)
+        if func in _OPAQUE and self._scope.policy is not Policy.LOCAL:
+            raise RuntimeError(
+                f"{self._scope.site} calls {func.__name__} itself, which attends where ulysses "
+                "can't reach: use nn.MultiheadAttention, or scaled_dot_product_attention"
+            )
+        return func(*args, **kwargs)
+
+
+def _sdpa(
+    scope: Scope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """SDPA's own [B, H, l, D], or [B, l, D] of one head, on shards."""
+    if query.ndim not in (3, 4):
+        raise ValueError(
+            f"{scope.site} attends with query {tuple(query.shape)}: [batch, heads, seq, dim] or "
+            "[batch, seq, dim] is needed"
+        )
+    if not enable_gqa and query.ndim == 4 and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{scope.site} attends with query {tuple(query.shape)}, key {tuple(key.shape)}: head "
+            "counts differ and enable_gqa is not set"
+        )
+    heads = (1,) if query.ndim == 3 else ()
+    q_blhd, k_blhd, v_blhd = (
+        (tensor.unsqueeze(1) if heads else tensor).transpose(1, 2) for tensor in (query, key, value)
+    )
+    if heads and attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unsqueeze(1)
+    out = scope.attend(q_blhd, k_blhd, v_blhd, attn_mask, dropout_p, is_causal, scale)
+    return out.squeeze(2) if heads else out.transpose(1, 2)
+
+
+def _each_token_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Something of attention's shape that depends on a token's own query, key and value only."""
+    out = query.mean((2, 3), keepdim=True) + query[..., :1]
+    if key.shape[1] == query.shape[1]:
+        out = out + key.mean((2, 3), keepdim=True) + key[:, :, :1, :1]
+        out = out + value.mean((2, 3), keepdim=True)
+    return out.expand(*query.shape[:3], value.shape[3])
