@@ -8,8 +8,8 @@ from tests import reference
 from tests.counting import counted
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import Band
-from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.call import Call
+from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.structure import one_band
 from ulysses.tiling import EVERYTHING, Grid, grids, shard_lengths, tile_attention
 
@@ -55,7 +55,7 @@ def _receivers(route, rank):
     shard = route.shards[rank]
     count = torch.zeros(1, len(shard), route.num_heads, 1, dtype=torch.float64)
     for target, heads in enumerate(route.heads):
-        rows = route.between(rank, target)
+        rows = route.between[rank][target]
         count[:, rows.start - shard.start : rows.stop - shard.start, heads.start : heads.stop] += 1
     return count
 

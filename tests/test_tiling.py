@@ -67,7 +67,7 @@ def test_every_tile_gets_the_keys_and_kv_heads_that_its_queries_use(drawn):
             continue
         assert {head // group_size for head in tile.heads} == set(tile.kv_heads)
         assert tile.keys == visibility.keys(tile.queries, num_keys)
-        arriving = [tiling.key_route.between(source, rank) for source in range(len(tiling.tiles))]
+        arriving = [tiling.key_route.between[source][rank] for source in range(len(tiling.tiles))]
         assert _is_laid_end_to_end(arriving, len(tile.keys), tile.keys.start)
 
 
@@ -190,7 +190,7 @@ def test_a_window_needs_a_halo_only():
     tiling = tile_attention(2, 2, lens, lens, Grid(1, 4), Band(-63, 0))
     for rank, tile in enumerate(tiling.tiles):
         from_others = [
-            len(tiling.key_route.between(other, rank)) for other in range(4) if other != rank
+            len(tiling.key_route.between[other][rank]) for other in range(4) if other != rank
         ]
         assert sum(from_others) == (63 if rank else 0), tile
 

@@ -15,7 +15,7 @@ take a second copy, so their messages are under way at the same time instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -146,13 +146,21 @@ class _Message:
         self, tensors: list[Tensor], routes: list[Route], group: dist.ProcessGroup
     ) -> None:
         self.tensors, self.routes, self.group = tensors, routes, group
-        self.rank, self.ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.route = routes[0]  # for rows, which all routes of a message share
-        self.to_tiles = [self.route.between(self.rank, j) for j in self.ranks]
-        self.shard_sizes = [len(rows) * self._width(j) for j, rows in enumerate(self.to_tiles)]
-        self.tile_sizes = [
-            len(self.route.between(i, self.rank)) * self._width(self.rank) for i in self.ranks
+        self.widths = [  # [tile][tensor]: elements of a row that goes to or comes from a tile
+            [
+                tensor.shape[0] * len(route.heads[tile]) * tensor.shape[3]
+                for tensor, route in zip(tensors, routes, strict=True)
+            ]
+            for tile in range(self.num_ranks)
         ]
+        self.to_tiles = self.route.between[self.rank]
+        self.shard_sizes = [
+            len(rows) * sum(widths) for rows, widths in zip(self.to_tiles, self.widths, strict=True)
+        ]
+        own_width = sum(self.widths[self.rank])
+        self.tile_sizes = [len(row[self.rank]) * own_width for row in self.route.between]
 
     def start(self, sent: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> None:
         """Launch the collective; rows that stay on their rank, on all ranks, need none."""
@@ -173,8 +181,7 @@ class _Message:
 
     def laid_out(self, memory: Tensor, num_rows: int, tile: int) -> list[Tensor]:
         """Views [B, rows, h, D] of each tensor's part of rows that go to or come from a tile."""
-        widths = self._widths(tile)
-        parts = memory.view(num_rows, sum(widths)).split(widths, dim=1)
+        parts = memory.view(num_rows, sum(self.widths[tile])).split(self.widths[tile], dim=1)
         return [
             part.view(num_rows, tensor.shape[0], len(route.heads[tile]), tensor.shape[3]).transpose(
                 0, 1
@@ -182,19 +189,34 @@ class _Message:
             for part, tensor, route in zip(parts, self.tensors, self.routes, strict=True)
         ]
 
-    def of_shard(self, tensor: Tensor, route: Route, tile: int) -> Tensor:
+    def pairs(self, memory: Tensor, shards: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of a message beside the parts of the shards that they are, as views.
+
+        Where all tiles are alike, those of all ranks are one view: [P, B, rows, h, D].
+        """
+        if all(route.is_even for route in self.routes):
+            yield from self._pairs_of_all(memory, shards)
+            return
+        for tile, block in enumerate(memory.split(self.shard_sizes)):
+            views = self.laid_out(block, len(self.to_tiles[tile]), tile)
+            for view, shard, route in zip(views, shards, self.routes, strict=True):
+                yield view, self._of_shard(shard, route, tile)
+
+    def _pairs_of_all(
+        self, memory: Tensor, shards: list[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        num_rows, widths = len(self.to_tiles[0]), self.widths[0]
+        parts = memory.view(self.num_ranks, num_rows, sum(widths)).split(widths, dim=2)
+        for part, shard in zip(parts, shards, strict=True):
+            batch, _, num_heads, dim = shard.shape
+            share = num_heads // self.num_ranks
+            view = part.view(self.num_ranks, num_rows, batch, share, dim).transpose(1, 2)
+            yield view, shard.unflatten(2, (self.num_ranks, share)).movedim(2, 0)
+
+    def _of_shard(self, tensor: Tensor, route: Route, tile: int) -> Tensor:
         """The part of a shard tensor, [B, rows, h, D], that a tile needs."""
         start, rows, heads = route.shards[self.rank].start, self.to_tiles[tile], route.heads[tile]
         return tensor[:, rows.start - start : rows.stop - start, heads.start : heads.stop]
-
-    def _widths(self, tile: int) -> list[int]:
-        return [
-            tensor.shape[0] * len(route.heads[tile]) * tensor.shape[3]
-            for tensor, route in zip(self.tensors, self.routes, strict=True)
-        ]
-
-    def _width(self, tile: int) -> int:
-        return sum(self._widths(tile))
 
 
 class _ToTiles(_Message):
@@ -210,10 +232,8 @@ class _ToTiles(_Message):
         super().__init__(shards, routes, group)
         self.indices = indices
         sent = shards[0].new_empty(sum(self.shard_sizes))
-        for target, block in enumerate(sent.split(self.shard_sizes)):
-            views = self.laid_out(block, len(self.to_tiles[target]), target)
-            for shard, route, view in zip(shards, routes, views, strict=True):
-                view.copy_(self.of_shard(shard, route, target))
+        for view, part in self.pairs(sent, shards):
+            view.copy_(part)
         self.start(sent, self.shard_sizes, self.tile_sizes)
 
     def tiles(self) -> list[Tensor]:
@@ -236,13 +256,12 @@ class _ToShards(_Message):
         shape = (tile.shape[0], num_rows, route.num_heads, tile.shape[3])
         if route.is_partition:
             shard = tile.new_empty(shape)
-        else:  # sums are kept in float32 at least
-            shard = tile.new_zeros(shape, dtype=torch.promote_types(tile.dtype, torch.float32))
-        for target, block in enumerate(received.split(self.shard_sizes)):
-            (view,) = self.laid_out(block, len(self.to_tiles[target]), target)
-            part = self.of_shard(shard, route, target)
-            if route.is_partition:
+            for view, part in self.pairs(received, [shard]):
                 part.copy_(view)
-            else:
-                part.add_(view)
-        return shard.to(tile.dtype)
+            return shard
+        # Sums are kept in float32 at least.
+        exact = torch.promote_types(tile.dtype, torch.float32)
+        total = tile.new_zeros(shape, dtype=exact)
+        for view, part in self.pairs(received, [total]):
+            part.add_(view)
+        return total.to(tile.dtype)

@@ -10,7 +10,7 @@ figures of all ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -101,15 +101,23 @@ class Route:
     heads: tuple[range, ...]
     num_heads: int
 
-    def between(self, source: int, target: int) -> range:
-        """The (global) rows that `target` needs and `source` holds; empty if it needs no head."""
-        if not self.heads[target]:
-            return range(0)
-        return _intersection(self.shards[source], self.rows[target])
+    @cached_property
+    def between(self) -> tuple[tuple[range, ...], ...]:
+        """[source][target]: the (global) rows that the one holds and the other needs.
+
+        Empty where the target needs no head of them.
+        """
+        return tuple(
+            tuple(
+                _intersection(shard, rows) if heads else range(0)
+                for rows, heads in zip(self.rows, self.heads, strict=True)
+            )
+            for shard in self.shards
+        )
 
     def elements(self, source: int, target: int) -> int:
         """Row-head pairs that travel from `source` to `target`."""
-        return len(self.between(source, target)) * len(self.heads[target])
+        return len(self.between[source][target]) * len(self.heads[target])
 
     @cached_property
     def is_local(self) -> bool:
@@ -122,10 +130,20 @@ class Route:
         """True if every tile is its rank's whole shard."""
         return self.rows == self.shards and self.keeps_heads_together
 
-    @property
+    @cached_property
     def keeps_heads_together(self) -> bool:
         """True if each rank that needs a row needs all its heads."""
         return all(len(heads) == self.num_heads for heads in self.heads)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if each rank needs all rows, and as many heads as any other, in rank order."""
+        share, rest = divmod(self.num_heads, len(self.heads))
+        whole = range(self.shards[0].start, self.shards[-1].stop)
+        return rest == 0 and all(
+            rows == whole and heads == range(share * rank, share * (rank + 1))
+            for rank, (rows, heads) in enumerate(zip(self.rows, self.heads, strict=True))
+        )
 
     @cached_property
     def is_partition(self) -> bool:
@@ -157,7 +175,7 @@ class Tiling:
         """How queries reach their tile; reversed, how the output gets back."""
         return Route(
             self.query_shards,
-            tuple(tile.queries for tile in self.tiles),
+            _held(self.query_shards, (tile.queries for tile in self.tiles)),
             tuple(tile.heads for tile in self.tiles),
             self.num_heads,
         )
@@ -167,7 +185,7 @@ class Tiling:
         """How keys and values reach their tile."""
         return Route(
             self.key_shards,
-            tuple(tile.keys for tile in self.tiles),
+            _held(self.key_shards, (tile.keys for tile in self.tiles)),
             tuple(tile.kv_heads for tile in self.tiles),
             self.num_kv_heads,
         )
@@ -209,9 +227,16 @@ def shard_lengths(length: int, num_shards: int) -> tuple[int, ...]:
     return (short + 1,) * longer + (short,) * (num_shards - longer)
 
 
-def consecutive(lengths: Sequence[int]) -> tuple[range, ...]:
-    """The ranges of these lengths laid end to end from 0."""
-    return tuple(range(a, b) for a, b in pairwise(accumulate(lengths, initial=0)))
+def consecutive(lengths: Sequence[int], start: int = 0) -> tuple[range, ...]:
+    """The ranges of these lengths laid end to end from `start`."""
+    return tuple(range(a, b) for a, b in pairwise(accumulate(lengths, initial=start)))
+
+
+def gathering(lengths: Sequence[int]) -> Route:
+    """The way of shards of these lengths, of one head each, to every rank."""
+    num_ranks = len(lengths)
+    everything, one_head = range(sum(lengths)), range(1)
+    return Route(consecutive(lengths), (everything,) * num_ranks, (one_head,) * num_ranks, 1)
 
 
 def grids(num_ranks: int) -> tuple[Grid, ...]:
@@ -227,19 +252,21 @@ def tile_attention(
     key_lens: tuple[int, ...],
     grid: Grid,
     visibility: Visibility = EVERYTHING,
+    ends: tuple[int, int] = (0, 0),
 ) -> Tiling:
     """Cut attention over len(query_lens) ranks into tiles on `grid`.
 
     `query_lens` and `key_lens` are the shard lengths of all ranks, 0 allowed; `num_kv_heads` must
-    divide `num_heads`, and u * r must be the number of ranks.
+    divide `num_heads`, and u * r must be the number of ranks. `ends` are the numbers of rows and
+    keys before and behind the shards that every rank holds: they are attended and do not travel.
     """
-    num_ranks, num_keys = len(query_lens), sum(key_lens)
+    num_ranks, num_keys = len(query_lens), sum(key_lens) + sum(ends)
     assert grid.u * grid.r == num_ranks == len(key_lens), "a grid covers all ranks"
     assert num_heads % num_kv_heads == 0, "query heads share key/value heads evenly"
     group_size = num_heads // num_kv_heads
-    query_shards = consecutive(query_lens)
+    query_shards = consecutive(query_lens, ends[0])
     head_ranges = consecutive(shard_lengths(num_heads, grid.u))
-    blocks = _row_blocks(query_shards, num_keys, grid, visibility)
+    blocks = _row_blocks(query_shards, sum(query_lens) + sum(ends), num_keys, grid, visibility)
     tiles = []
     for rank in range(num_ranks):
         heads, queries = head_ranges[rank % grid.u], blocks[rank // grid.u]
@@ -253,17 +280,16 @@ def tile_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         query_shards=query_shards,
-        key_shards=consecutive(key_lens),
+        key_shards=consecutive(key_lens, ends[0]),
         tiles=tuple(tiles),
         work=tuple(len(t.heads) * visibility.area(t.queries, num_keys) for t in tiles),
     )
 
 
 def _row_blocks(
-    shards: tuple[range, ...], num_keys: int, grid: Grid, visibility: Visibility
+    shards: tuple[range, ...], stop: int, num_keys: int, grid: Grid, visibility: Visibility
 ) -> tuple[range, ...]:
     """r consecutive row blocks of level work, along the shards' borders where those are level."""
-    stop = shards[-1].stop
 
     def up_to(row: int) -> int:
         return visibility.area(range(row), num_keys)
@@ -271,9 +297,8 @@ def _row_blocks(
     def largest(blocks: tuple[range, ...]) -> int:
         return max(visibility.area(block, num_keys) for block in blocks)
 
-    along_shards = tuple(
-        range(shards[i].start, shards[i + grid.u - 1].stop) for i in range(0, len(shards), grid.u)
-    )
+    starts = [shards[i].start for i in range(grid.u, len(shards), grid.u)]
+    along_shards = tuple(range(a, b) for a, b in pairwise([0, *starts, stop]))
     total = up_to(stop)
     borders = [0]
     for i in range(1, grid.r):
@@ -286,6 +311,12 @@ def _row_blocks(
     if largest(along_shards) <= (1 + _LEVEL_TOLERANCE) * largest(level):
         return along_shards
     return level
+
+
+def _held(shards: tuple[range, ...], wanted: Iterable[range]) -> tuple[range, ...]:
+    """What the shards hold of the rows that each tile wants."""
+    whole = range(shards[0].start, shards[-1].stop)
+    return tuple(_intersection(rows, whole) for rows in wanted)
 
 
 def _intersection(a: range, b: range) -> range:
