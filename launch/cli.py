@@ -24,6 +24,10 @@ COMMANDS = {
         "ulysses.launch.launch",
         "run a script on as many processes as a configuration asks",
     ),
+    "verify": (
+        "ulysses.launch.verify",
+        "compare a module over N ranks with the same module in one process",
+    ),
 }
 
 
