@@ -65,12 +65,15 @@ _SBND = Layout("BSND", heads_dim=2, folds_batch=True)
 _BNSD = Layout("BNSD", heads_dim=1)
 
 
-def choose_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
-    """The legal layout that copies the fewest elements of these three."""
+def choose_layout(query: Tensor, key: Tensor, value: Tensor, *, may_fold: bool) -> Layout:
+    """The legal layout that copies the fewest elements of these three.
+
+    A batch may not be folded into the heads where a mask differs between its entries.
+    """
     batch, _, num_heads, head_dim = query.shape
     width = num_heads * max(head_dim, value.shape[3])
     legal = [_BNSD]
-    if batch * num_heads <= MAX_HEADS and batch * width <= _MAX_ROW:
+    if may_fold and batch * num_heads <= MAX_HEADS and batch * width <= _MAX_ROW:
         legal.insert(0, _SBND)
     if width <= _MAX_ROW:
         legal.insert(0, _BSND)

@@ -28,6 +28,7 @@ def choose_operator(problem: Problem) -> str:
         not problem.requires_grad
         and problem.dropout_p == 0.0
         and problem.dtype in _HALVES
+        and not _has_mask_per_head(problem)
         and problem.num_heads <= _MAX_INFERENCE_GROUP * problem.num_kv_heads
         and (problem.num_queries > 1 or problem.num_keys <= _MAX_KEYS_OF_ONE_QUERY)
     )
@@ -69,15 +70,18 @@ def refusals(problem: Problem, operator: torch._ops.OpOverload) -> Iterator[str]
             f"num_queries={problem.num_queries}, num_keys={problem.num_keys}: {name} takes at "
             f"most {_MAX_LENGTH[name]} rows; split the sequence over several calls"
         )
-    for given, what in (
-        (problem.mask_shape is not None, "attn_mask"),
-        (problem.alibi, "alibi_slopes"),
-        (problem.sinks, "sinks"),
-    ):
-        if given:
-            yield f"{what}: not on backend 'ascend' yet; use backend='sdpa' on CPU or CUDA"
+    if problem.sinks and problem.requires_grad:
+        yield (
+            f"sinks with gradients: {name} gives none through its softmax statistics; run this "
+            "under torch.no_grad(), or use backend='sdpa' on CPU or CUDA"
+        )
     if not 0.0 <= problem.dropout_p < 1.0:
         yield f"dropout_p={problem.dropout_p}: {name} takes 0 <= dropout_p < 1"
+
+
+def _has_mask_per_head(problem: Problem) -> bool:
+    """The inference operator takes such a mask and reads the first head's for all (its tiling)."""
+    return problem.mask_shape is not None and problem.mask_shape[1] > 1
 
 
 def _dispatch_key(device_type: str) -> str:

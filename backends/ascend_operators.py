@@ -27,7 +27,10 @@ _ZERO_EMPTY_ROWS = 2
 
 
 class Call(NamedTuple):
-    """What both operators are asked: laid-out tensors [B, S, N, D] or [B, N, S, D], and options."""
+    """What both operators are asked: laid-out tensors [B, S, N, D] or [B, N, S, D], and options.
+
+    `mask` hides where it is True; `bias` [B|1, N, Sq, Sk] is added in the operator's own way.
+    """
 
     query: Tensor
     key: Tensor
@@ -36,6 +39,7 @@ class Call(NamedTuple):
     scale: float
     sparse: SparseArguments
     mask: Tensor | None
+    bias: Tensor | None
 
     @property
     def inner_precise(self) -> int:
@@ -68,6 +72,7 @@ def infer(operator: Any, call: Call, *, with_lse: bool) -> tuple[Tensor, Tensor 
         num_key_value_heads=call.key.shape[call.layout.heads_dim],
         input_layout=call.layout.name,
         scale=call.scale,
+        pse_shift=call.bias,
         atten_mask=call.mask,
         sparse_mode=call.sparse.mode,
         pre_tokens=call.sparse.pre_tokens,
@@ -93,6 +98,7 @@ def train(
             call.value,
             call.query.shape[call.layout.heads_dim],
             call.layout.name,
+            pse=call.bias,
             atten_mask=call.mask,
             scale=call.scale,
             keep_prob=1.0 - (dropout.p if dropout else 0.0),

@@ -3,7 +3,8 @@
 Modes 2, 3 and 4 read one 2048 x 2048 triangle for any lengths, never an Sq x Sk mask:
 
     mode  the operator shows row i the columns j with         counted from
-    0     all, when no mask is given                           -
+    0     all, when no mask is given; else those in a band     the top left corner
+          like mode 4's that the given mask does not hide
     2     j <= i                                               the top left corner
     3     j <= i + (Sk - Sq)                                   the bottom right corner
     4     -pre_tokens <= j - i - (Sk - Sq) <= next_tokens      the bottom right corner
@@ -31,6 +32,11 @@ class SparseArguments:
     pre_tokens: int
     next_tokens: int
     has_empty_rows: bool
+
+
+# With a mask that is written out the band must hide nothing: blocks outside it are skipped. Whether
+# the mask leaves rows without a key, only its content could tell.
+WRITTEN_OUT = SparseArguments(0, _UNBOUNDED, _UNBOUNDED, has_empty_rows=True)
 
 
 def sparse_arguments(band: Band, num_queries: int, num_keys: int) -> SparseArguments:

@@ -32,8 +32,14 @@ def _one_thread():
 
 def test_ascend_passes_the_kit():
     report = check_backend("ascend")
-    assert len(report.passed) == 3 * (2 * len(CASES) + 6)
-    assert {name.partition(",")[0] for name, _ in report.refused} == {"float64"}
+    with_sinks = sum(case.sinks for case in CASES)
+    assert len(report.passed) == 3 * (2 * len(CASES) + 6 - with_sinks)
+    float64, rest = [], []
+    for name, reason in report.refused:
+        (float64 if name.startswith("float64") else rest).append(reason)
+    assert len(float64) == 2 * len(CASES) + 6
+    assert len(rest) == 3 * with_sinks
+    assert all(reason.startswith("sinks with gradients: ") for reason in rest)
 
 
 @pytest.mark.parametrize("version", npu_ops.SCHEMAS)
@@ -43,7 +49,7 @@ def test_every_recorded_version_takes_our_calls(version):
     npu_ops.install(namespace, version)
     subject = Subject(AscendAttention(namespace), CPU, torch.bfloat16)
     for case in CASES:
-        if case.name in ("grouped heads", "causal window", "memory SBHD"):
+        if case.name in ("grouped heads", "causal window", "memory SBHD", "float mask, window"):
             subject.check_forward(case)
             subject.check_backward(case)
     subject.check_log_sum_exp()
@@ -153,6 +159,10 @@ def test_a_layout_that_hides_the_heads_is_never_used():
         ({"batch": 70_000}, "batch=70000: .* at most 65536"),
         ({"num_keys": 2**20 + 1, "requires_grad": True}, "num_keys=1048577: .* most 1048576 rows"),
         ({"num_queries": 20_971_521}, "num_queries=20971521, .* at most 20971520 rows"),
+        (
+            {"sinks": True, "requires_grad": True},
+            "sinks with gradients: npu_fusion_attention",
+        ),
         ({"dropout_p": 1.0}, "dropout_p=1.0: npu_fusion_attention takes 0 <= dropout_p < 1"),
     ],
 )
@@ -165,11 +175,13 @@ def test_a_refused_problem_is_refused_in_the_call_too():
         AscendAttention()(*tensors(dtype=torch.float64), band=Band(), scale=1.0)
 
 
-def test_no_problem_needs_a_mask_of_its_own():
+def test_no_band_needs_a_mask_of_its_own():
     kernel = AscendAttention()
     assert not any(
         kernel.materialises(problem(band=case.band, num_queries=9, num_keys=5)) for case in CASES
     )
+    assert kernel.materialises(problem(mask_shape=(1, 1, 1, 8), mask_dtype=torch.bool))
+    assert kernel.materialises(problem(alibi=True))
 
 
 def test_the_log_sum_exp_has_no_gradient():

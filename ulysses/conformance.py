@@ -5,17 +5,25 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ulysses.backends.base import Band, Problem
+from ulysses.conformance_added import Added, add_to, random_mask
 
 _FULL = Band()
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    band: Band,
+    scale: float,
+    added: Added | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention written out in float64: output [B, Sq, H, Dv] and log-sum-exp [B, Sq, H].
 
@@ -26,10 +34,14 @@ def reference_attention(
     k_bshd, v_bshd = (tensor.double().repeat_interleave(group, 2) for tensor in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query.double(), k_bshd) * scale
     visible = band.mask(query.shape[1], key.shape[1], query.device)
-    weights = scores.masked_fill(~visible, torch.finfo(torch.float64).min).softmax(-1) * visible
+    scores, visible, sinks = add_to(scores, visible, added)
+    lowest = scores.masked_fill(~visible, torch.finfo(torch.float64).min)
+    hidden = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        lowest, hidden = (torch.cat([columns, sinks], -1) for columns in (lowest, hidden))
+    weights = lowest.softmax(-1)[..., : key.shape[1]] * visible
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v_bshd)
-    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
-    return out, lse.transpose(1, 2)
+    return out, hidden.logsumexp(-1).transpose(1, 2)
 
 
 def _in_order(*order: int) -> Callable[[Tensor], Tensor]:
@@ -68,7 +80,10 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem in sizes, visibility and memory layout, without dtype or device."""
+    """One problem in sizes, visibility and memory layout, without dtype or device.
+
+    `bool_mask` and `float_mask` name the dims of B, H, Q, K that a mask has.
+    """
 
     name: str
     batch: int = 1
@@ -81,10 +96,15 @@ class Case:
     band: Band = _FULL
     scale: float = 0.25
     memory: tuple[str, str, str] = ("BSHD", "BSHD", "BSHD")  # of query, key, value
+    bool_mask: str = ""
+    float_mask: str = ""
+    alibi: bool = False
+    sinks: bool = False
 
     def problem(
         self, dtype: torch.dtype, device_type: str, *, requires_grad: bool, dropout_p: float = 0.0
     ) -> Problem:
+        mask = self.added(dtype, torch.device("cpu")).mask
         return Problem(
             batch=self.batch,
             num_queries=self.num_queries,
@@ -98,11 +118,15 @@ class Case:
             requires_grad=requires_grad,
             band=self.band,
             dropout_p=dropout_p,
+            mask_dtype=None if mask is None else mask.dtype,
+            mask_shape=None if mask is None else (*mask.shape,),
+            alibi=self.alibi,
+            sinks=self.sinks,
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value in this case's memory layout; the same values on every call."""
-        generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+        generator = self._generator()
         shapes = (
             (self.batch, self.num_queries, self.num_heads, self.head_dim),
             (self.batch, self.num_keys, self.num_kv_heads, self.head_dim),
@@ -113,6 +137,24 @@ class Case:
             for shape, memory in zip(shapes, self.memory, strict=True)
         )
         return query, key, value
+
+    def added(self, dtype: torch.dtype, device: torch.device) -> Added:
+        """What is added to the scores; the same values on every call."""
+        generator = self._generator()
+        mask = slopes = sinks = None
+        if dims := self.bool_mask or self.float_mask:
+            sizes = (self.batch, self.num_heads, self.num_queries, self.num_keys)
+            is_bool = bool(self.bool_mask)
+            mask = random_mask(sizes, dims, is_bool=is_bool, generator=generator)
+            mask = mask.to(device, torch.bool if is_bool else dtype)
+        if self.alibi:
+            slopes = (0.5 ** torch.arange(1, self.num_heads + 1)).to(device, dtype)
+        if self.sinks:
+            sinks = torch.randn(self.num_heads, generator=generator).to(device, dtype)
+        return Added(mask, slopes, sinks)
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
 
 
 def _bands() -> list[Case]:
@@ -172,6 +214,34 @@ def _memories() -> list[Case]:
     ]
 
 
+def _added() -> list[Case]:
+    """Masks of every shape, ALiBi and sinks, alone and together."""
+    sizes: dict[str, Any] = {"batch": 3, "num_queries": 6, "num_keys": 9, "num_kv_heads": 2}
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("key padding", {"bool_mask": "BK"}),
+        ("bool mask", {"bool_mask": "QK"}),
+        ("bool mask of each sample", {"bool_mask": "BQK"}),
+        ("bool mask of each head", {"bool_mask": "HQK"}),
+        ("bool mask of each sample and head", {"bool_mask": "BHQK"}),
+        ("bool mask of rows", {"bool_mask": "Q"}),
+        ("float mask", {"float_mask": "QK", "scale": 0.3}),
+        ("float mask of each sample and head", {"float_mask": "BHQK"}),
+        ("float mask of keys of each head", {"float_mask": "HK"}),
+        ("key padding, causal from the bottom right", {"bool_mask": "BK", "band": Band(None, 3)}),
+        ("float mask, window", {"float_mask": "BQK", "band": Band(-2, 3)}),
+        ("key padding, one query, window", {"bool_mask": "BK", "num_queries": 1, "band": Band(2)}),
+        ("float mask, one query", {"float_mask": "HQK", "num_queries": 1, "band": Band(3, 7)}),
+        ("bool mask, batch before heads", {"bool_mask": "QK", "memory": ("SBHD",) * 3}),
+        ("ALiBi", {"alibi": True}),
+        ("ALiBi, causal", {"alibi": True, "band": Band(None, 0), "memory": ("SBHD",) * 3}),
+        ("ALiBi, one query, window", {"alibi": True, "num_queries": 1, "band": Band(2, 5)}),
+        ("sinks", {"sinks": True}),
+        ("sinks, first rows see nothing", {"sinks": True, "band": Band(None, -2)}),
+        ("all of it", {"float_mask": "BK", "alibi": True, "sinks": True, "band": Band(-4, 2)}),
+    ]
+    return [Case(name=name, **sizes | changes) for name, changes in rows]
+
+
 SIZES = [
     Case(name="plain"),
     Case(name="batch of 3", batch=3, num_queries=5, num_keys=8),
@@ -189,4 +259,4 @@ SIZES = [
     Case(name="scale of one", scale=1.0),
     Case(name="small scale", scale=0.01),
 ]
-CASES = (*SIZES, *_bands(), *_memories())
+CASES = (*SIZES, *_bands(), *_memories(), *_added())

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses.backends.base import Band, Dropout, LocalAttention
 from ulysses.conformance import CASES, SIZES, Case, reference_attention
+from ulysses.conformance_added import Added
 
 _NAMES = ("query", "key", "value")
 _PLAIN = SIZES[0]
@@ -45,9 +46,9 @@ class Subject:
         """Values and the gradient of each wanted input, for a random upstream gradient."""
         tensors = case.tensors(self.dtype, self.device)
         with self._unmodified(tensors):
-            out, leaves = self._with_leaves(case, tensors, wanted)
+            out, leaves, added = self._with_leaves(case, tensors, wanted)
             upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-            self._compare_gradients(case, out, leaves, upstream.to(out), wanted)
+            self._compare_gradients(case, out, leaves, added, upstream.to(out))
 
     def check_partial_gradients(self) -> None:
         """A frozen input stays without a gradient, and the others keep theirs."""
@@ -57,10 +58,10 @@ class Subject:
     def check_expanded_upstream(self) -> None:
         """The gradient of `.sum()` is one element with stride 0 everywhere."""
         case = replace(_PLAIN, num_kv_heads=2, batch=2)
-        wanted = (True, True, True)
-        out, leaves = self._with_leaves(case, case.tensors(self.dtype, self.device), wanted)
+        tensors = case.tensors(self.dtype, self.device)
+        out, leaves, added = self._with_leaves(case, tensors, (True, True, True))
         upstream = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)
-        self._compare_gradients(case, out, leaves, upstream, wanted)
+        self._compare_gradients(case, out, leaves, added, upstream)
 
     def check_head_counts_in_turn(self) -> None:
         """Two layers share the kernel: a head count kept from one call would spoil the next."""
@@ -70,13 +71,17 @@ class Subject:
             self.check_backward(case)
 
     def check_mask_claims(self) -> None:
-        """`materialises` is a plain bool, and where it is false no Sq x Sk mask is made."""
+        """`materialises` is a plain bool, and where it is false no Sq x Sk mask is made.
+
+        Where the caller has made one already there is nothing to see.
+        """
         for case in self._accepted_cases():
             claim = self.kernel.materialises(
                 case.problem(self.dtype, self.device.type, requires_grad=False)
             )
             assert isinstance(claim, bool), f"materialises gave {claim!r} for {case.name}"
-            if not claim and min(case.num_queries, case.num_keys) > 1:
+            has_mask = case.bool_mask or case.float_mask
+            if not (claim or has_mask) and min(case.num_queries, case.num_keys) > 1:
                 tensors = case.tensors(self.dtype, self.device)
                 with torch.no_grad(), _MaskWatch(case) as watch:
                     self.attend(case, tensors)
@@ -89,21 +94,33 @@ class Subject:
         for case in self._accepted_cases():
             tensors = case.tensors(self.dtype, self.device)
             with torch.no_grad():
-                out, lse = self.kernel.attend_with_lse(*tensors, band=case.band, scale=case.scale)
+                out, lse = self.kernel.attend_with_lse(
+                    *tensors,
+                    band=case.band,
+                    scale=case.scale,
+                    **case.added(self.dtype, self.device).arguments,
+                )
             expected, expected_lse = _reference(case, tensors)
             self.compare(f"output of {case.name}", out, expected)
             assert lse.dtype in (torch.float32, torch.float64), f"log-sum-exp is {lse.dtype}"
             self.compare(f"log-sum-exp of {case.name}", lse, expected_lse, like=lse.dtype)
 
     def attend(
-        self, case: Case, tensors: tuple[Tensor, ...], dropout: Dropout | None = None
+        self,
+        case: Case,
+        tensors: tuple[Tensor, ...],
+        dropout: Dropout | None = None,
+        added: Added | None = None,
     ) -> Tensor:
         """Call the kernel; if it refuses the problem, see that it refuses the call as well."""
-        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        added = added or case.added(self.dtype, self.device)
+        learned = (*tensors, *added.learned.values())
+        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
         query, key, value = tensors
 
         def call() -> Tensor:
-            return self.kernel(query, key, value, band=case.band, scale=case.scale, dropout=dropout)
+            options: dict[str, Any] = {"dropout": dropout, **added.arguments}
+            return self.kernel(query, key, value, band=case.band, scale=case.scale, **options)
 
         try:
             self._expect_accepted(
@@ -149,34 +166,36 @@ class Subject:
 
     def _with_leaves(
         self, case: Case, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor, ...], Added]:
+        """The output, and what it is differentiated by: of the tensors, those that are wanted."""
         leaves = tuple(
             tensor.detach().requires_grad_(want)
             for tensor, want in zip(tensors, wanted, strict=True)
         )
-        out = self.attend(case, leaves)
+        added = case.added(self.dtype, self.device).as_leaves
+        out = self.attend(case, leaves, added=added)
         assert out.requires_grad, "output has no gradient though an input requires one"
-        return out, leaves
+        return out, leaves, added
 
     def _compare_gradients(
-        self,
-        case: Case,
-        out: Tensor,
-        leaves: tuple[Tensor, ...],
-        upstream: Tensor,
-        wanted: tuple[bool, bool, bool],
+        self, case: Case, out: Tensor, leaves: tuple[Tensor, ...], added: Added, upstream: Tensor
     ) -> None:
-        inputs = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-        found = iter(torch.autograd.grad(out, inputs, upstream, allow_unused=True))
+        inputs = dict(zip(_NAMES, leaves, strict=True)) | added.learned
+        inputs = {name: leaf for name, leaf in inputs.items() if leaf.requires_grad}
+        found = torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
         exact = tuple(leaf.detach().cpu().double().requires_grad_() for leaf in leaves)
-        expected, _ = _reference(case, exact)
+        exact_added = added.on_cpu.changed(torch.Tensor.double).as_leaves
+        expected, _ = reference_attention(
+            *exact, band=case.band, scale=case.scale, added=exact_added
+        )
         self.compare("output", out, expected)
-        true = torch.autograd.grad(expected, exact, upstream.cpu().double())
-        for name, want, true_gradient in zip(_NAMES, wanted, true, strict=True):
-            if want:
-                gradient = next(found)
-                assert gradient is not None, f"gradient of {name} is missing"
-                self.compare(f"gradient of {name}", gradient, true_gradient)
+        exact_inputs = dict(zip(_NAMES, exact, strict=True)) | exact_added.learned
+        true = torch.autograd.grad(
+            expected, [exact_inputs[name] for name in inputs], upstream.cpu().double()
+        )
+        for name, gradient, true_gradient in zip(inputs, found, true, strict=True):
+            assert gradient is not None, f"gradient of {name} is missing"
+            self.compare(f"gradient of {name}", gradient, true_gradient)
 
     def _accepted_cases(self) -> list[Case]:
         """The cases that the kernel takes without gradients, or Refused if there are none."""
@@ -228,7 +247,8 @@ class _MaskWatch(TorchFunctionMode):
 def _reference(case: Case, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """On CPU, as float64 is not to be had on every device."""
     query, key, value = (tensor.cpu() for tensor in tensors)
-    return reference_attention(query, key, value, band=case.band, scale=case.scale)
+    added = case.added(tensors[0].dtype, torch.device("cpu"))
+    return reference_attention(query, key, value, band=case.band, scale=case.scale, added=added)
 
 
 def _bound(dtype: torch.dtype) -> float:

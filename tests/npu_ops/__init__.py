@@ -79,7 +79,7 @@ def _with_formula(
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         options = _by_name(operator, args, kwargs)
-        tensors = (options.pop(name) for name in ("query", "key", "value"))
+        tensors = (options.pop(name) for name in ("query", "key", "value", "pse"))
         return FusionAttention.apply(*tensors, operator, grad, options)
 
     return run

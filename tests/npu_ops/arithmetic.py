@@ -37,17 +37,20 @@ def hidden_keys(
     num_queries: int,
     num_keys: int,
 ) -> Tensor | None:
-    """Bool [Sq, Sk], True where a key is hidden, or None. The triangle's content decides.
+    """Bool, broadcastable to [B, N, Sq, Sk], True where a key is hidden, or None.
+
+    A written mask hides what it says and, in mode 0, the band of the tokens all that is outside it.
+    Of the triangle, too, the content decides.
 
     Modes 3 and 4 count from the bottom right corner: CN flash_attention_score_tiling_general.cpp,
     PretokenAndNexttokenAdjustment, and prompt_flash_attention_tiling.cpp, GetPreNextTokensLeftUp.
     """
-    if mode == 0:
-        if mask is not None:
-            raise NotImplementedError("sparse_mode 0 with a mask")
-        return None
-    assert mask is not None
     distance = torch.arange(num_keys) - torch.arange(num_queries).unsqueeze(1)
+    if mode == 0:
+        if mask is None:
+            return None
+        return mask.bool() | (distance > next_tokens) | (distance < -pre_tokens)
+    assert mask is not None
     if mode in (3, 4):
         distance = distance - (num_keys - num_queries)
     if mode in (2, 3):
@@ -62,14 +65,23 @@ def _past(mask: Tensor, distance: Tensor) -> Tensor:
 
 
 def weights(
-    query: Tensor, key: Tensor, scale: float, hidden: Tensor | None, zero_empty_rows: bool
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    hidden: Tensor | None,
+    zero_empty_rows: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention weights [B, N, Sq, Sk], and the softmax's maximum and sum [B, N, Sq, 1].
+
+    `bias` is added to the scaled scores.
 
     A hidden score is -FLT_MAX, so that a row without a key averages all of them unless the
     row-invalid handling is on, which gives zeros.
     """
     scores = query.float() @ shared(key.float(), query).mT * scale
+    if bias is not None:
+        scores = scores + bias
     if hidden is not None:
         scores = scores.masked_fill(hidden, -FLT_MAX)
     largest = scores.amax(-1, keepdim=True)

@@ -28,6 +28,7 @@ _PLAIN_OPTIONS = {
     "inner_precise",
     "softmax_lse_flag",
 }
+_TENSORS = ("query", "key", "value", "atten_mask", "pse_shift")
 
 
 def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
@@ -39,8 +40,10 @@ def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     key, value = (to_bnsd(t, a.input_layout, kv_heads) for t in (a.key, a.value))
     _check_tensors(a, query, key, value)
     _check_heads(a, query, key, value, kv_heads)
-    hidden = None
-    if query.shape[2] > 1:  # with one query IncreFlashAttention runs, which has no sparse modes
+    _check_pse(a, query, key)
+    if query.shape[2] == 1:  # IncreFlashAttention runs, which has no sparse modes
+        hidden = _hidden_of_one_query(a, query, key)
+    else:
         _check_sparse(a, query.shape[2], key.shape[2])
         hidden = hidden_keys(
             a.sparse_mode,
@@ -51,19 +54,25 @@ def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
             key.shape[2],
         )
     # Modes 2 to 4 know from their geometry that a row is empty and handle it unasked.
-    probability, largest, total = weights(query, key, a.scale, hidden, a.sparse_mode >= 2)
+    zero_empty_rows = a.sparse_mode >= 2 or bool(a.inner_precise & 2)
+    bias = None
+    if a.pse_shift is not None:
+        bias = a.pse_shift[:, :, : query.shape[2], : key.shape[2]].float()
+    probability, largest, total = weights(query, key, a.scale, hidden, zero_empty_rows, bias)
     out = probability @ shared(value.float(), query)
     lse = torch.empty(0)
     if a.softmax_lse_flag:
         lse = largest + total.log()
-        if hidden is not None:  # "inf = invalid data"; the merge of another library wants -inf
+        if (
+            hidden is not None and zero_empty_rows
+        ):  # "inf = invalid data"; the merge of another library wants -inf
             lse = lse.masked_fill(hidden.all(-1, keepdim=True), torch.inf)
     return from_bnsd(out, a.input_layout).to(a.query.dtype), lse
 
 
 def _check_modelled(a: SimpleNamespace) -> None:
     for name, value in vars(a).items():
-        is_option = name in _PLAIN_OPTIONS or name in ("query", "key", "value", "atten_mask")
+        is_option = name in _PLAIN_OPTIONS or name in _TENSORS
         if not is_option and (isinstance(value, Tensor) or value not in (None, 0)):
             raise NotImplementedError(f"npu_fused_infer_attention_score with {name}={value}")
 
@@ -130,11 +139,12 @@ def _check_sparse(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
     if a.sparse_mode not in range(5):
         _reject(f"sparse_mode = {a.sparse_mode} is out of range.")
     if a.sparse_mode == 0:
+        if a.atten_mask is not None:
+            _check_written(a, num_queries, num_keys)
         return
     if a.atten_mask is None:
         _reject(f"attenMask should not be null when sparse_mode is {a.sparse_mode}.")
-    if a.atten_mask.dtype not in (torch.bool, torch.int8, torch.uint8):
-        _reject(f"invalid maskType dtype[{a.atten_mask.dtype}]")
+    _check_mask_type(a)
     if a.sparse_mode == 1:
         raise NotImplementedError("sparse_mode 1")
     if not is_triangle(a.atten_mask):
@@ -150,6 +160,44 @@ def _check_sparse(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
         _reject(f"nextTokens absolute value should be smaller than length of k, {following}")
     if pre < 0 and -pre >= num_queries:
         _reject(f"preTokens absolute value should be smaller than length of q, {pre}")
+
+
+def _check_mask_type(a: SimpleNamespace) -> None:
+    if a.atten_mask.dtype not in (torch.bool, torch.int8, torch.uint8):
+        _reject(f"invalid maskType dtype[{a.atten_mask.dtype}]")
+
+
+def _check_written(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
+    """CN CheckAttenMaskShape: no broadcasting. A mask for each head it takes, and reads the first's
+    for all; nothing here does that, so it is an error."""
+    _check_mask_type(a)
+    shape = tuple(a.atten_mask.shape)
+    batches = (1, a.query.shape[0])
+    if shape not in [(batch, 1, num_queries, num_keys) for batch in batches]:
+        _reject(f"attenMask {shape} must be 1 or B x 1 x Q_S {num_queries} x KV_S {num_keys}")
+    if (a.pre_tokens, a.next_tokens) != (2147483647, 2147483647):
+        raise NotImplementedError("a written mask with tokens that hide keys, too")
+
+
+def _hidden_of_one_query(a: SimpleNamespace, query: Tensor, key: Tensor) -> Tensor | None:
+    """CN incre_flash_attention_tiling: a row of the mask for each batch entry, and no broadcast."""
+    if a.atten_mask is None or a.sparse_mode:
+        return None
+    if a.atten_mask.shape[0] != query.shape[0] or a.atten_mask.shape[-1] < key.shape[2]:
+        _reject(f"atten_mask {tuple(a.atten_mask.shape)} for {query.shape[0]} batch entries")
+    return a.atten_mask.bool().reshape(query.shape[0], 1, 1, -1)[..., : key.shape[2]]
+
+
+def _check_pse(a: SimpleNamespace, query: Tensor, key: Tensor) -> None:
+    """CN CheckPseShift: [1|B, N, >=Sq, >=Skv] of query's dtype."""
+    if a.pse_shift is None:
+        return
+    if a.pse_shift.dtype != query.dtype:
+        _reject(f"pse shift dtype {a.pse_shift.dtype} must be query's {query.dtype}")
+    batch, heads, rows, columns = a.pse_shift.shape
+    fits = batch in (1, query.shape[0]) and heads == query.shape[1]
+    if not fits or rows < query.shape[2] or columns < key.shape[2]:
+        _reject(f"pse shift shape must be [1 or B, N, >=Sq, >=Skv], but is {a.pse_shift.shape}")
 
 
 def _reject(text: str) -> NoReturn:

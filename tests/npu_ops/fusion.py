@@ -18,7 +18,9 @@ def fusion_attention(a: SimpleNamespace) -> tuple[Any, ...]:
     """Training attention: (out, softmax_max, softmax_sum, empty, seed, offset, numels)."""
     query, key, value = _checked_bnsd(a)
     hidden = _hidden(a, query, key)
-    probability, largest, total = weights(query, key, a.scale, hidden, _zeroes_empty_rows(a))
+    probability, largest, total = weights(
+        query, key, a.scale, hidden, _zeroes_empty_rows(a), _bias(a, a.scale)
+    )
     seed = 0
     if a.keep_prob < 1.0:
         # OP dropout_gen_mask: the argument `seed` is overwritten by the default generator's.
@@ -31,11 +33,13 @@ def fusion_attention(a: SimpleNamespace) -> tuple[Any, ...]:
 
 
 def fusion_attention_grad(a: SimpleNamespace) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, from the saved output and softmax statistics."""
+    """Gradients of query, key, value and pse, from the saved output and softmax statistics."""
     query, key, value = (tensor.float() for tensor in _checked_bnsd(a))
     layout = a.input_layout.upper()
     d_out, out = (to_bnsd(t, layout, a.head_num).float() for t in (a.dy, a.attention_in))
     scores = query @ shared(key, query).mT * a.scale_value
+    if (bias := _bias(a, a.scale_value)) is not None:
+        scores = scores + bias
     if (hidden := _hidden(a, query, key)) is not None:
         scores = scores.masked_fill(hidden, -torch.finfo(torch.float32).max)
     probability = (scores - a.softmax_max[..., :1]).exp() / a.softmax_sum[..., :1]
@@ -47,8 +51,10 @@ def fusion_attention_grad(a: SimpleNamespace) -> tuple[Tensor, ...]:
         _summed(d_scores.mT @ query, key),
         _summed((probability * survivors).mT @ d_out, value),
     )
-    nothing = a.query.new_empty(0)
-    return (*(from_bnsd(g, layout).to(a.query.dtype) for g in gradients), nothing, nothing)
+    nothing = d_pse = a.query.new_empty(0)
+    if a.pse is not None:
+        d_pse = d_scores.sum_to_size(a.pse.shape).to(a.pse.dtype)
+    return (*(from_bnsd(g, layout).to(a.query.dtype) for g in gradients), d_pse, nothing)
 
 
 class FusionAttention(torch.autograd.Function):
@@ -60,20 +66,21 @@ class FusionAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        pse: Tensor | None,
         operator: torch._ops.OpOverload,
         grad: torch._ops.OpOverload,
         options: dict[str, Any],
     ) -> tuple[Any, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            result = operator(query, key, value, **options)
-        ctx.save_for_backward(query, key, value, *result[:3], options["atten_mask"])
+            result = operator(query, key, value, pse=pse, **options)
+        ctx.save_for_backward(query, key, value, *result[:3], options["atten_mask"], pse)
         ctx.grad, ctx.options, ctx.random = grad, options, result[4:]
         return result
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Any, ...]:
-        query, key, value, out, softmax_max, softmax_sum, mask = ctx.saved_tensors
-        options = ctx.options | {"atten_mask": mask}
+        query, key, value, out, softmax_max, softmax_sum, mask, pse = ctx.saved_tensors
+        options = ctx.options | {"atten_mask": mask, "pse": pse}
         scale = options.pop("scale")
         for name in ("dropout_mask", "seed", "offset"):
             options.pop(name, None)
@@ -92,12 +99,13 @@ class FusionAttention(torch.autograd.Function):
             offset=offset,
             numels=numels,
         )
-        return *gradients[:3], None, None, None
+        d_pse = None if pse is None else gradients[3]
+        return *gradients[:3], d_pse, None, None, None
 
 
 def _checked_bnsd(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors as [B, N, S, D], or the operator's refusal."""
-    for name in ("pse", "padding_mask", "prefix", "actual_seq_qlen", "dropout_mask", "sink"):
+    for name in ("padding_mask", "prefix", "actual_seq_qlen", "dropout_mask", "sink"):
         if getattr(a, name, None) is not None:
             raise NotImplementedError(f"npu_fusion_attention with {name}")
     layout = a.input_layout.upper()
@@ -115,6 +123,7 @@ def _checked_bnsd(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = a.key.shape[2] // query.shape[3] if layout in ("BSH", "SBH") else 0
     key, value = (to_bnsd(tensor, layout, kv_heads) for tensor in (a.key, a.value))
     _check_tensors(a, query, key, value)
+    _check_pse(a, query, key)
     _check_mask(a, query.shape[2], key.shape[2])
     return query, key, value
 
@@ -139,6 +148,9 @@ def _check_mask(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
         return
     if a.atten_mask.dtype not in (torch.bool, torch.uint8):
         _reject(f"atten_mask must be bool or uint8, but got {a.atten_mask.dtype}")
+    if a.sparse_mode == 0:
+        _check_written(a, num_queries, num_keys)
+        return
     if a.sparse_mode not in (2, 3, 4):
         raise NotImplementedError(f"sparse_mode {a.sparse_mode} with a mask")
     if not is_triangle(a.atten_mask):
@@ -152,6 +164,33 @@ def _check_mask(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
                 f"PreTokens[{a.pre_tockens}] and nextTokens[{a.next_tockens}] config error, there "
                 "is no valid data block."
             )
+
+
+def _check_written(a: SimpleNamespace, num_queries: int, num_keys: int) -> None:
+    """CN AnalyzeAttenOptionalInput: exactly these shapes, no broadcasting."""
+    batch = a.query.shape[1] if a.input_layout.upper() == "SBH" else a.query.shape[0]
+    own = [(), (1, 1), (batch, 1), (batch, a.head_num)]
+    if tuple(a.atten_mask.shape) not in [(*dims, num_queries, num_keys) for dims in own]:
+        _reject(f"get unsupported atten_mask shape, the shape is {list(a.atten_mask.shape)}")
+    if (a.pre_tockens, a.next_tockens) != (2147483647, 2147483647):
+        raise NotImplementedError("a written mask with tokens that hide keys, too")
+
+
+def _check_pse(a: SimpleNamespace, query: Tensor, key: Tensor) -> None:
+    """pse_type 1: [1|B, N, Sq|1, Skv] of query's dtype."""
+    if a.pse is None:
+        return
+    if a.pse.dtype != query.dtype:
+        _reject(f"pse is {a.pse.dtype}, query {query.dtype}")
+    batch, heads, rows, columns = a.pse.shape
+    fits = batch in (1, query.shape[0]) and heads == query.shape[1] and columns == key.shape[2]
+    if not fits or rows not in (1, query.shape[2]):
+        _reject(f"get unsupported pse shape, the shape is {list(a.pse.shape)}")
+
+
+def _bias(a: SimpleNamespace, scale: float) -> Tensor | None:
+    """What pse_type 1 adds to the scaled scores: the operator computes scale * (QK^T + pse)."""
+    return None if a.pse is None else a.pse.float() * scale
 
 
 def _hidden(a: SimpleNamespace, query: Tensor, key: Tensor) -> Tensor | None:
