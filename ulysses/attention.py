@@ -16,10 +16,12 @@ from ulysses.agreement import require_agreement
 from ulysses.backends.base import LocalAttention
 from ulysses.backends.registry import get_backend
 from ulysses.call import Call
+from ulysses.ends import Ends, Rows
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.grid import plan
 from ulysses.group import process_group, rank_in
 from ulysses.inputs import Arguments, QueryRows, Replicated, described
+from ulysses.joint import image_and_text, with_ends
 from ulysses.tile_kernel import Attend, Options, attend_tile, output_and_lse_of, output_of
 from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 
@@ -138,6 +140,43 @@ class UlyssesAttention(nn.Module):
         return out, lse
 
     def extra_repr(self) -> str:
+    def joint(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        prefix: Rows | None = None,
+        suffix: Rows | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Joint attention (MM-DiT): the sharded rows between text rows that every rank holds.
+
+        `prefix` and `suffix` are each (query [B, T, H, D], key [B, T, Hkv, D], value
+        [B, T, Hkv, Dv]), equal on all ranks; they are not exchanged. Returns this rank's rows
+        [B, l, H, Dv], and the output of all text rows [B, T, H, Dv], the prefix's before the
+        suffix's, on every rank.
+
+        `options` are those of `forward`, by name. The whole sequence is prefix, sharded rows and
+        suffix in this order, and masks, `documents` and the like count in it; only `seq_lens` are
+        of the sharded rows alone. `QueryRows` and `Replicated` are refused.
+
+        Gradients of prefix and suffix are this rank's share: their sum over the group is the
+        whole. So is what a rank passes back to the text's output: a loss that all ranks compute
+        alike from it is divided by their number, or computed on one of them.
+        """
+        ends = Ends(prefix, suffix)
+        arguments = Arguments(query=query, key=key, value=value, ends=ends, **options)
+        call, backend, tiling = self._planned(arguments)
+        self.tiling = tiling
+        tile, told = tiling.tiles[self.rank], _options(arguments, call)
+        tensors = arguments.tensors
+        if self.group is not None:
+            tensors, told = self._to_tile(arguments, call, tiling, told)
+        tensors = with_ends(tensors, ends, tiling, self.rank)
+        (out,) = attend_tile(output_of(backend), tile, call.structure, tensors, told)
+        return image_and_text(out, tiling, self.rank, self.group)
+
         return f"num_ranks={self.num_ranks}, backend={self.backend!r}, grid={self.grid!r}"
 
     def _run(

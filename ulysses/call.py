@@ -16,8 +16,8 @@ from ulysses.tiling import Grid, Tiling, tile_attention
 class Call:
     """Sizes, dtype and options of a call, equal on every rank.
 
-    `key_lens` of replicated keys are (Sk, 0, ..., 0). `mask_shape` is that of the whole mask,
-    [B|1, H|1, Sq|1, Sk|1].
+    `key_lens` of replicated keys are (Sk, 0, ..., 0). `ends` are the numbers of replicated rows
+    before and behind all shards. `mask_shape` is the whole mask's, [B|1, H|1, Sq|1, Sk|1].
     """
 
     batch: int
@@ -27,6 +27,7 @@ class Call:
     value_dim: int
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
+    ends: tuple[int, int] = (0, 0)
     dtype: torch.dtype
     device_type: str
     requires_grad: bool
@@ -48,7 +49,13 @@ class Call:
     def tiled(self, grid: Grid) -> Tiling:
         """This call's tiles on a grid."""
         return tile_attention(
-            self.num_heads, self.num_kv_heads, self.query_lens, self.key_lens, grid, self.structure
+            self.num_heads,
+            self.num_kv_heads,
+            self.query_lens,
+            self.key_lens,
+            grid,
+            self.structure,
+            self.ends,
         )
 
     def problems(self, tiling: Tiling) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ulysses.backends.base import Band
 from ulysses.call import Call
+from ulysses.ends import NO_ENDS, Ends
 from ulysses.group import checked_lens
 from ulysses.structure import Structure, one_band, packed, prefix
 
@@ -52,6 +53,7 @@ class Arguments:
     prefix_len: int | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    ends: Ends = NO_ENDS
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +84,16 @@ def described(arguments: Arguments, rank: int, num_ranks: int) -> Call:
     """
     _check_tensors(arguments)
     _check_options(arguments)
+    _check_ends(arguments)
     query, key, value = arguments.tensors
     batch, length, num_heads, head_dim = query.shape
     query_lens = checked_lens(arguments.seq_lens, length, rank, num_ranks)
     key_lens = _key_lens(arguments, query_lens, rank)
-    num_queries, num_keys = sum(query_lens), sum(key_lens)
+    num_text = sum(arguments.ends.lens)
+    num_queries, num_keys = sum(query_lens) + num_text, sum(key_lens) + num_text
     mask_shape = _mask_shape(arguments, (batch, num_heads, num_queries, num_keys))
-    learned = (query, key, value, arguments.mask, arguments.alibi_slopes, arguments.sinks)
+    added = (arguments.mask, arguments.alibi_slopes, arguments.sinks)
+    learned = (query, key, value, *added, *arguments.ends.tensors)
     return Call(
         batch=batch,
         num_heads=num_heads,
@@ -97,6 +102,7 @@ def described(arguments: Arguments, rank: int, num_ranks: int) -> Call:
         value_dim=value.shape[3],
         query_lens=query_lens,
         key_lens=key_lens,
+        ends=arguments.ends.lens,
         dtype=query.dtype,
         device_type=query.device.type,
         requires_grad=torch.is_grad_enabled()
@@ -249,6 +255,19 @@ def _check_options(arguments: Arguments) -> None:
                 f"{name} of shape {tuple(given.shape)} with {num_heads} query heads: pass one "
                 "number for each head of the query as it is given, [H], whole on every rank"
             )
+
+
+def _check_ends(arguments: Arguments) -> None:
+    if not arguments.ends.tensors:
+        return
+    for name in ("key", "attn_mask"):
+        if isinstance(given := getattr(arguments, name), (Replicated, QueryRows)):
+            raise TypeError(
+                f"{name} is {type(given).__name__} in joint attention: its rows are the prefix, "
+                "the sharded ones and the suffix, so pass the sharded key and value as they are, "
+                "and a mask whole on every rank"
+            )
+    arguments.ends.check(arguments.tensors)
 
 
 def _check_tensors(arguments: Arguments) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.exchange import shard_to_tile
 from ulysses.group import checked_lens, process_group, rank_in
-from ulysses.tiling import Route, consecutive, shard_lengths
+from ulysses.tiling import gathering, shard_lengths
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -181,10 +181,8 @@ def _gathered(part: Tensor, group: dist.ProcessGroup, dim: int, lens: tuple[int,
     """
     dim %= part.ndim
     before, after = part.shape[:dim], part.shape[dim + 1 :]
-    shards, ranks = consecutive(lens), range(len(lens))
-    route = Route(shards, tuple(range(sum(lens)) for _ in ranks), tuple(range(1) for _ in ranks), 1)
     part_blhd = part.reshape(prod(before), lens[dist.get_rank(group)], 1, prod(after))
-    (whole_bshd,) = shard_to_tile((part_blhd,), (route,), group, fused=False)
+    (whole_bshd,) = shard_to_tile((part_blhd,), (gathering(lens),), group, fused=False)
     return whole_bshd.reshape(*before, sum(lens), *after)
 
 
