@@ -38,8 +38,8 @@ def npus() -> Iterator[Callable[[int], WorkerPool]]:
 
 @pytest.fixture(scope="session")
 def asynchronous_npus() -> Iterator[Callable[[int], WorkerPool]]:
-    """The same with a thread for each stream, and collectives that start 100 ms late."""
-    settings = {"SIMNPU_ASYNC": "1", "SIMNPU_HCCL_DELAY_MS": "100"}
+    """The same with a thread for each stream, and collectives that start 300 ms late."""
+    settings = {"SIMNPU_ASYNC": "1", "SIMNPU_HCCL_DELAY_MS": "300"}
     with contextlib.ExitStack() as stack:
         yield functools.cache(
             lambda num_ranks: stack.enter_context(npu_pool(num_ranks, **settings))

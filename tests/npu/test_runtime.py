@@ -1,5 +1,7 @@
 """The simulated runtime under the real torch_npu: devices, memory, streams, events, failures."""
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,7 +133,7 @@ def fail_later(rank: int, num_ranks: int) -> tuple[str, str]:
 
 def busy() -> torch.Tensor:
     """Keeps the current stream busy for some tenths of a second."""
-    factor = torch.ones(1200, 1200, device="npu")
+    factor = torch.ones(2000, 2000, device="npu")
     return factor @ factor
 
 
@@ -154,8 +156,8 @@ def read_across_streams(rank: int, num_ranks: int, wait: bool) -> float:
 
 
 def test_streams_are_ordered_by_events_alone(asynchronous_npus) -> None:
-    assert asynchronous_npus(1).run(read_across_streams, True) == [1200.0]
-    assert asynchronous_npus(1).run(read_across_streams, False) != [1200.0]
+    assert asynchronous_npus(1).run(read_across_streams, True) == [2000.0]
+    assert asynchronous_npus(1).run(read_across_streams, False) != [2000.0]
 
 
 def follow_an_event(rank: int, num_ranks: int) -> tuple[bool, bool, bool, float]:
@@ -208,6 +210,26 @@ def test_only_page_locked_memory_is_copied_later(asynchronous_npus) -> None:
     assert asynchronous_npus(1).run(overwrite_the_source, False) == [1.0]
 
 
+def overwrite_after_acl(rank: int, num_ranks: int, pinned: bool) -> tuple[int, float]:
+    """The same through ACL itself, since torch_npu only asks for such copies of pinned memory."""
+    source = torch.ones(8, pin_memory=pinned)
+    target = torch.zeros(8, device="npu")
+    torch.npu.synchronize()
+    busy()
+    copy_async = ctypes.CDLL("libascendcl.so").aclrtMemcpyAsync
+    stream = torch.npu.current_stream().npu_stream
+    to, source_pointer = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
+    size, host_to_device = ctypes.c_size_t(32), 1
+    code = copy_async(to, size, source_pointer, size, host_to_device, ctypes.c_void_p(stream))
+    source.fill_(7)
+    return code, target.cpu().mean().item()
+
+
+def test_acl_returns_after_a_copy_of_pageable_memory(asynchronous_npus) -> None:
+    assert asynchronous_npus(1).run(overwrite_after_acl, True) == [(0, 7.0)]
+    assert asynchronous_npus(1).run(overwrite_after_acl, False) == [(0, 1.0)]
+
+
 def read_too_early(rank: int, num_ranks: int) -> tuple[float, float, float]:
     """A product read back by .cpu(), and into page-locked memory before and after a wait."""
     target = torch.zeros(1, pin_memory=True)
@@ -219,4 +241,4 @@ def read_too_early(rank: int, num_ranks: int) -> tuple[float, float, float]:
 
 
 def test_a_blocking_copy_waits_and_another_does_not(asynchronous_npus) -> None:
-    assert asynchronous_npus(1).run(read_too_early) == [(1200.0, 0.0, 1200.0)]
+    assert asynchronous_npus(1).run(read_too_early) == [(2000.0, 0.0, 2000.0)]
