@@ -12,7 +12,13 @@ import pytest
 # themselves have to be importable, here and in the pool's workers.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.pool import WorkerPool
+from tests.pool import PRELOADED, WorkerPool
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Workers fork with what their tests' modules name in PRELOADED: imported once, not in each."""
+    for module in {item.getparent(pytest.Module).obj for item in session.items}:
+        PRELOADED.extend(getattr(module, "PRELOADED", ()))
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,9 @@ ARROWS: dict[str, set[str]] = {
     "tile_kernel": {"structure", "tiling"},
     "attention": {"exchange", "grid", "inputs", "joint", "tile_kernel", "agreement"},
     "sequence": {"exchange", "group"},
+    "cache_rows": set(),
+    "cache_step": {"inputs", "tile_kernel"},
+    "cache": {"agreement", "cache_rows", "cache_step", "sequence"},
     "loss": {"sequence"},
     "gradients": {"sequence"},
     "draws": {"sequence"},
@@ -54,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "wrap_sites": {"wrap_code", "wrap_mixers", "wrap_scope"},
     "wrap_multihead": {"wrap_scope", "sequence"},
     "wrap_callable": {"wrap_scope"},
-    "integrations": {"wrap_scope", "sequence"},
+    "integrations": {"wrap_code", "wrap_scope", "sequence"},
     "wrap_families": {"integrations"},
     "wrapping": {
         "wrap_families",
@@ -69,6 +72,7 @@ ARROWS: dict[str, set[str]] = {
     "verification": {"data", "gradients", "verify_compare", "wrapping"},
     "__init__": {
         "attention",
+        "cache",
         "inputs",
         "config",
         "data",

@@ -31,10 +31,10 @@ def _names_in(kind: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def calls_in(function: Any) -> frozenset[str]:
-    """The same of one callable: a function, or an object by its class."""
+def calls_in(function: Any, depth: int = _DEPTH) -> frozenset[str]:
+    """The same of one callable, a function or an object by its class; 0 follows no call."""
     plain = _plain(function)
-    return _reached(plain, _DEPTH) if plain else names_in(type(function))
+    return _reached(plain, depth) if plain else names_in(type(function))
 
 
 def _plain(attribute: Any) -> FunctionType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -30,4 +31,9 @@ class Family(Protocol):
 
 def families() -> list[Family]:
     """Those of the libraries that this process has loaded: none is loaded for it."""
-    return []
+    found: list[Family] = []
+    if "transformers.modeling_utils" in sys.modules:
+        from ulysses.integrations import huggingface
+
+        found.append(huggingface)
+    return found

@@ -31,9 +31,8 @@ _TYPES: dict[tuple[type, ...], str] = {
     ): "pooling, which would end at the shard's border",
 }
 _NAMES = re.compile(
-    r"mamba|rwkv|ssm|state_?space|hyena|retention|delta_?net|linear_?att|gated_?linear|recurrent"
-    r"|rg_?lru|short_?conv|causal_?conv",
-    re.IGNORECASE,
+    r"Mamba|R[Ww][Kk][Vv]|SSM|StateSpace|Hyena|Retention|DeltaNet|Linear_?Att|GatedLinear|Recurrent"
+    r"|RG_?LRU|ShortConv|CausalConv"
 )
 # Of `layer_types` in a model's own configuration; sparse kinds pick tokens by what they see.
 _LAYER_TYPES = re.compile(

@@ -160,7 +160,8 @@ class Scope:
         if self.neutral:
             return _each_token_alone(query, key, value)
         self._record(query, key, attn_mask, is_causal, structure)
-        structure["seq_lens"] = self.lengths.of(query, 1, self.site)
+        if "seq_lens" not in structure:
+            structure["seq_lens"] = self.lengths.of(query, 1, self.site)
         keys_and_values: tuple[Tensor, Tensor] | tuple[Replicated, Replicated] = (key, value)
         if self.policy is Policy.REPLICATED:
             keys_and_values = (Replicated(key), Replicated(value))

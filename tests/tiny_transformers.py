@@ -1,0 +1,64 @@
+"""Small random models of transformers, one of each kind that attends in its own way."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 40
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def build(kind: str) -> Any:
+    """The model, with the same weights on every rank, in evaluation mode."""
+    import transformers as hf
+
+    options = dict(_COMMON)
+    if kind == "llama":
+        model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
+    elif kind == "qwen3":
+        model_type, config = hf.Qwen3ForCausalLM, hf.Qwen3Config(**options)
+    elif kind == "mistral":
+        model_type, config = hf.MistralForCausalLM, hf.MistralConfig(**options, sliding_window=3)
+    elif kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        options |= {"layer_types": kinds, "sliding_window": 3, "query_pre_attn_scalar": 4}
+        model_type, config = hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**options)
+    elif kind == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"]
+        options |= {"layer_types": kinds, "sliding_window": 4}
+        options |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        model_type, config = hf.GptOssForCausalLM, hf.GptOssConfig(**options)
+    elif kind == "bert":
+        del options["num_key_value_heads"], options["head_dim"]
+        model_type, config = hf.BertForMaskedLM, hf.BertConfig(**options)
+    else:
+        raise ValueError(kind)
+    torch.manual_seed(1)
+    # Its experts have a kernel for float32 and less.
+    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
+    model = model_type(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # small initial weights would hide what a mask does
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def ids(length: int, batch: int = 2) -> Tensor:
+    """Tokens [batch, length], none of them a special one."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
