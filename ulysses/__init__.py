@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ulysses.attention import UlyssesAttention as UlyssesAttention
+    from ulysses.cache import KVCache as KVCache
     from ulysses.config import Config as Config
     from ulysses.config import load_config as load_config
     from ulysses.data import SequenceLoader as SequenceLoader
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Averages": "ulysses.loss",
     "Config": "ulysses.config",
+    "KVCache": "ulysses.cache",
     "QueryRows": "ulysses.inputs",
     "Replicated": "ulysses.inputs",
     "SequenceLoader": "ulysses.data",

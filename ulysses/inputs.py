@@ -91,7 +91,7 @@ def described(arguments: Arguments, rank: int, num_ranks: int) -> Call:
     key_lens = _key_lens(arguments, query_lens, rank)
     num_text = sum(arguments.ends.lens)
     num_queries, num_keys = sum(query_lens) + num_text, sum(key_lens) + num_text
-    mask_shape = _mask_shape(arguments, (batch, num_heads, num_queries, num_keys))
+    mask_shape = checked_mask_shape(arguments, (batch, num_heads, num_queries, num_keys))
     added = (arguments.mask, arguments.alibi_slopes, arguments.sinks)
     learned = (query, key, value, *added, *arguments.ends.tensors)
     return Call(
@@ -208,7 +208,7 @@ def _checked_documents(arguments: Arguments, num_queries: int, num_keys: int) ->
     return documents
 
 
-def _mask_shape(
+def checked_mask_shape(
     arguments: Arguments, whole: tuple[int, int, int, int]
 ) -> tuple[int, int, int, int] | None:
     """The whole mask's shape, once it is sure to be one of this call's."""

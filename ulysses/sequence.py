@@ -86,7 +86,7 @@ def gather_sequence_sum_grads(
     Without `seq_lens` the ranks first tell each other their lengths, one small collective. Give
     them where they are known. Raises ValueError if they are not what this rank holds.
     """
-    found, lens = _lens_of_parts(tensor, group, dim, seq_lens)
+    found, lens = lens_of_parts(tensor, group, dim, seq_lens)
     return tensor if found is None else _gathered(tensor, found, dim, lens)
 
 
@@ -99,7 +99,7 @@ def gather_sequence_slice_grads(
     If losses differ, gradients of other ranks are lost: see `gather_sequence_sum_grads`, whose
     `seq_lens` and errors are the same.
     """
-    found, lens = _lens_of_parts(tensor, group, dim, seq_lens)
+    found, lens = lens_of_parts(tensor, group, dim, seq_lens)
     if found is None:
         return tensor
     return _apply(_GatherAlike, tensor, found, dim, lens)
@@ -207,7 +207,7 @@ def _lens_of_whole(
     return lens
 
 
-def _lens_of_parts(
+def lens_of_parts(
     part: Tensor, group: Group, dim: int, seq_lens: Sequence[int] | None
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     """The group, if it has several ranks, and the lengths that they hold."""

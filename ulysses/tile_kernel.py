@@ -82,7 +82,12 @@ def output_of(backend: LocalAttention) -> Attend:
 
 def output_and_lse_of(backend: LocalAttention) -> Attend:
     """The kernel's output and the log-sum-exp [B, Sq, H] of its scores."""
-    with_lse: Attend = backend.attend_with_lse  # type: ignore[attr-defined]  # asked before
+    with_lse: Attend | None = getattr(backend, "attend_with_lse", None)
+    if with_lse is None:
+        raise ValueError(
+            f"backend {backend.name!r} has no attend_with_lse, so it can not give the log-sum-exp; "
+            "pass one that has, such as 'sdpa' or 'ascend'"
+        )
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, **arguments: Any
