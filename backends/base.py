@@ -170,7 +170,7 @@ class LocalAttention(Protocol):
 
     A kernel may also have `attend_with_lse`, with the same arguments, which returns the output and
     the log-sum-exp [B, Sq, H] of each row's scores: natural logarithm, float32 at least, -inf for
-    a row that sees no key.
+    a row that sees no key. If gradients flow through that, it says `lse_has_gradient = True`.
     """
 
     @property
@@ -212,11 +212,16 @@ class LocalAttention(Protocol):
         ...
 
 
-def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The result where nothing is seen: zeros [B, Sq, H, Dv] that depend on all three inputs.
+def no_attention(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+    """The result where nothing is seen: zeros [B, Sq, H, Dv] that depend on all inputs.
 
     The dependence keeps the autograd graph whole, so that a rank with nothing to do still takes
-    part in its peers' backward exchange.
+    part in its peers' backward exchange. `more` are what may be learned besides: mask, slopes,
+    sinks.
     """
-    nothing = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
-    return query.new_zeros(*query.shape[:3], value.shape[3]) + nothing
+    return query.new_zeros(*query.shape[:3], value.shape[3]) + nothing(query, key, value, *more)
+
+
+def nothing(*tensors: Tensor) -> Tensor:
+    """Zero, which depends on all of these."""
+    return sum((tensor[..., :0].sum() for tensor in tensors), torch.zeros(()))

@@ -28,6 +28,7 @@ class SdpaAttention:
 
     name = "sdpa"
     contiguous = False
+    lse_has_gradient = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """SDPA takes all that the contract can ask, in floating point."""

@@ -160,7 +160,7 @@ def _structure(arguments: Arguments, num_queries: int, num_keys: int) -> Structu
         raise ValueError(
             f"prefix_len={arguments.prefix_len}: must lie in 0..{num_keys}, the whole length"
         )
-    return prefix(arguments.prefix_len, num_queries)
+    return prefix(arguments.prefix_len, num_queries, num_keys)
 
 
 def _band(arguments: Arguments, num_queries: int, num_keys: int) -> Band:

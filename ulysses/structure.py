@@ -98,10 +98,11 @@ def packed(documents: Sequence[int], length: int, band: Band) -> Structure:
     return Structure(tuple(pieces))
 
 
-def prefix(prefix_len: int, length: int) -> Structure:
-    """Causal, but all rows see the first `prefix_len` keys."""
-    first = Piece(range(prefix_len), range(prefix_len))
-    rest = Piece(range(prefix_len, length), range(length), Band(None, prefix_len))
+def prefix(prefix_len: int, num_queries: int, num_keys: int) -> Structure:
+    """Causal from the upper left, but all rows see the first `prefix_len` keys."""
+    rows = min(prefix_len, num_queries)
+    first = Piece(range(rows), range(prefix_len))
+    rest = Piece(range(rows, num_queries), range(num_keys), Band(None, prefix_len))
     return Structure(tuple(piece for piece in (first, rest) if piece.queries))
 
 

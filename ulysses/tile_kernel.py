@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ulysses.backends.base import Alibi, Dropout, LocalAttention, cut_mask, no_attention
+from ulysses.backends.base import Alibi, Dropout, LocalAttention, cut_mask, no_attention, nothing
 from ulysses.structure import NO_KEYS, Piece, Structure
 from ulysses.tiling import Tile
 
@@ -74,32 +74,50 @@ def output_of(backend: LocalAttention) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor]:
         if not (query.numel() and key.shape[1]):
-            return (no_attention(query, key, value),)
+            return (no_attention(query, key, value, *_learned(arguments)),)
         return (backend(query, key, value, **arguments),)
 
     return attend
 
 
 def output_and_lse_of(backend: LocalAttention) -> Attend:
-    """The kernel's output and the log-sum-exp [B, Sq, H] of its scores."""
+    """The kernel's output and the log-sum-exp [B, Sq, H] of its scores.
+
+    Whether that has a gradient is the same for every tile, empty or not: all ranks exchange it.
+    Raises ValueError for a kernel that has no log-sum-exp.
+    """
     with_lse: Attend | None = getattr(backend, "attend_with_lse", None)
     if with_lse is None:
         raise ValueError(
             f"backend {backend.name!r} has no attend_with_lse, so it can not give the log-sum-exp; "
             "pass one that has, such as 'sdpa' or 'ascend'"
         )
+    has_gradient = getattr(backend, "lse_has_gradient", False)
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, **arguments: Any
-    ) -> tuple[Tensor, ...]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
         if query.numel() and key.shape[1]:
-            more = {} if sinks is None else {"sinks": sinks}
-            return with_lse(query, key, value, **arguments, **more)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=exact)
-        return no_attention(query, key, value), lse if sinks is None else lse.logaddexp(sinks)
+            out, lse = with_lse(query, key, value, **arguments)
+        else:
+            learned = _learned(arguments)
+            out = no_attention(query, key, value, *learned)
+            lse = _lse_of_nothing(query, arguments.get("sinks")) + nothing(query, key, *learned)
+        return out, lse if has_gradient else lse.detach()
 
     return attend
+
+
+def _lse_of_nothing(query: Tensor, sinks: Tensor | None) -> Tensor:
+    """[B, Sq, H] for rows without a key: -inf, or the sink, which is a score."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=exact)
+    return lse if sinks is None else lse.logaddexp(sinks.to(exact))
+
+
+def _learned(arguments: dict[str, Any]) -> list[Tensor]:
+    """Those of a kernel's arguments besides query, key and value that may ask for a gradient."""
+    alibi = arguments.get("alibi")
+    given = (arguments.get("mask"), alibi and alibi.slopes, arguments.get("sinks"))
+    return [tensor for tensor in given if tensor is not None]
 
 
 def _arguments(tile: Tile, piece: Piece, heads: range, options: Options) -> dict[str, Any]:
