@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 DEMO_ARGS ?= --sp 2
 PYTEST_ARGS ?=
+DIFFERENTIAL_ARGS ?= --count 5000
 # What the installed wheel has to pass, away from the checkout.
 WHEEL_TESTS := tests/test_imports.py tests/test_pool.py
 
@@ -15,11 +16,12 @@ PIP := $(BIN)/python -m pip
 NPU_PYTHON := .venv-npu/bin/python
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help venv demo test test-npu check wheel test-wheel clean
+.PHONY: help venv demo test differential test-npu check wheel test-wheel clean
 
 help:
 	@echo "make demo        score a long text with a real model on 2 ranks and on one (DEMO_ARGS)"
 	@echo "make test        run the tests (PYTEST_ARGS)"
+	@echo "make differential  compare random calls with one process (DIFFERENTIAL_ARGS)"
 	@echo "make test-npu    run torch_npu and the tests of tests/npu on simulated NPUs (PYTEST_ARGS)"
 	@echo "make check       lint, format and types"
 	@echo "make wheel       build dist/*.whl"
@@ -44,6 +46,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+differential: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.differential $(DIFFERENTIAL_ARGS)
 
 # Makes .venv-npu, then builds what stands for CANN; ~/.cache/simnpu keeps it for the next time.
 test-npu: $(STAMP)
