@@ -139,7 +139,6 @@ class UlyssesAttention(nn.Module):
         out, lse = self._run(output_and_lse_of, arguments)
         return out, lse
 
-    def extra_repr(self) -> str:
     def joint(
         self,
         query: Tensor,
@@ -177,6 +176,7 @@ class UlyssesAttention(nn.Module):
         (out,) = attend_tile(output_of(backend), tile, call.structure, tensors, told)
         return image_and_text(out, tiling, self.rank, self.group)
 
+    def extra_repr(self) -> str:
         return f"num_ranks={self.num_ranks}, backend={self.backend!r}, grid={self.grid!r}"
 
     def _run(
