@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from ulysses.backends.base import Problem
 from ulysses.structure import Structure
-from ulysses.tiling import Grid, Tiling, tile_attention
+from ulysses.tiling import Grid, Tile, Tiling, tile_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +58,17 @@ class Call:
             self.ends,
         )
 
-    def problems(self, tiling: Tiling) -> Iterator[Problem]:
-        """Every different kernel call of any rank."""
-        shapes = {
+    def problems(self, tile: Tile) -> Counter[Problem]:
+        """The kernel calls of a tile, and how often each is made."""
+        shapes = Counter(
             (len(piece.queries), len(piece.keys), piece.band, len(heads), len(kv_heads))
-            for queries, runs in {(tile.queries, tile.runs) for tile in tiling.tiles}
-            for piece in self.structure.within(queries)
-            for heads, kv_heads in runs
+            for piece in self.structure.within(tile.queries)
+            for heads, kv_heads in tile.runs
             if piece.keys and self.batch
-        }
-        for num_queries, num_keys, band, num_heads, num_kv_heads in shapes:
-            yield Problem(
+        )
+        problems: Counter[Problem] = Counter()
+        for (num_queries, num_keys, band, num_heads, num_kv_heads), times in shapes.items():
+            problem = Problem(
                 batch=self.batch,
                 num_queries=num_queries,
                 num_keys=num_keys,
@@ -86,6 +86,8 @@ class Call:
                 alibi=self.alibi,
                 sinks=self.sinks,
             )
+            problems[problem] = times
+        return problems
 
     def _cut(
         self, num_heads: int, num_queries: int, num_keys: int

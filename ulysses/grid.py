@@ -1,21 +1,24 @@
 """Choosing a grid: the same choice on every rank, from what all ranks know.
 
-Bytes decide among grids that are level and that the kernel runs without building a mask. Where no
-grid is both, time decides: the largest tile's score elements, each dearer where a mask is read.
+Bytes decide among the grids whose busiest rank takes no longer than that of the best, or hardly. Its
+time is its tile's score elements, each dearer in a kernel call that builds a mask. So a window, in
+blocks of masks on every grid, is a halo exchange; causal attention, which whole heads run without a
+mask, stays with whole heads.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from functools import lru_cache
 
-from ulysses.backends.base import LocalAttention
+from ulysses.backends.base import LocalAttention, Problem
 from ulysses.call import Call
 from ulysses.tiling import Grid, Tiling, grids
 
 _LOG = logging.getLogger(__name__)
 
-_LEVEL = 0.10  # work counts as level up to this imbalance
+_HARDLY = 0.10
 # Bottom-right causal SDPA on CPU took 58 ms with a mask, the same work as whole heads 37 ms.
 _MASK_COST = 58 / 37
 
@@ -36,26 +39,45 @@ def plan(call: Call, backend: LocalAttention, grid: Grid | None) -> Tiling:
     able = [tiling for tiling, refusal in zip(tilings, refusals, strict=True) if refusal is None]
     if not able:
         raise ValueError(refusals[0])
-    best = min(able, key=lambda tiling: _cost(call, backend, tiling))
+    times = [_time(call, backend, tiling) for tiling in able]
+    longest = (1 + _HARDLY) * min(times)
+    quick = [tiling for tiling, time in zip(able, times, strict=True) if time <= longest]
+    best = min(quick, key=lambda tiling: _bytes(call, tiling))
     _LOG.info("grid (u=%d, r=%d) for %s", *best.grid, call)
     return best
 
 
 def _refusal(call: Call, backend: LocalAttention, tiling: Tiling) -> str | None:
-    for problem in call.problems(tiling):
-        if reason := backend.unsupported(problem):
-            return f"backend {backend.name!r} can not run grid {tuple(tiling.grid)}: {reason}"
+    for problems in _problems(call, tiling):
+        for problem in problems:
+            if reason := backend.unsupported(problem):
+                return f"backend {backend.name!r} can not run grid {tuple(tiling.grid)}: {reason}"
     return None
 
 
-def _cost(call: Call, backend: LocalAttention, tiling: Tiling) -> tuple[float, int]:
-    """(time of the largest tile, 0 if level and free of masks; most bytes of any rank)."""
-    masked = any(backend.materialises(problem) for problem in call.problems(tiling))
-    time = max(tiling.work) * (_MASK_COST if masked else 1.0)
-    if not masked and tiling.imbalance <= _LEVEL:
-        time = 0.0
-    ranks = range(len(tiling.tiles))
-    return time, max(
+def _problems(call: Call, tiling: Tiling) -> list[Counter[Problem]]:
+    """The kernel calls of each different tile."""
+    different = {(tile.queries, tile.runs): tile for tile in tiling.tiles}
+    return [call.problems(tile) for tile in different.values()]
+
+
+def _time(call: Call, backend: LocalAttention, tiling: Tiling) -> float:
+    """Score elements of the busiest rank, dearer ones counted as more."""
+    return max(
+        sum(times * _elements(problem, backend) for problem, times in problems.items())
+        for problems in _problems(call, tiling)
+    )
+
+
+def _elements(problem: Problem, backend: LocalAttention) -> float:
+    area = problem.band.area(range(problem.num_queries), problem.num_keys)
+    cost = _MASK_COST if backend.materialises(problem) else 1.0
+    return problem.num_heads * area * cost
+
+
+def _bytes(call: Call, tiling: Tiling) -> int:
+    """The most that any rank sends or receives."""
+    return max(
         max(tiling.bytes_sent(i, call.row_bytes), tiling.bytes_received(i, call.row_bytes))
-        for i in ranks
+        for i in range(len(tiling.tiles))
     )
