@@ -20,6 +20,10 @@ COMMANDS = {
         "ulysses.launch.demo",
         "score a long text with a real model over N ranks, and compare with one process",
     ),
+    "doctor": (
+        "ulysses.launch.doctor",
+        "test this machine's devices, kernels and collectives, and say what to mend",
+    ),
     "launch": (
         "ulysses.launch.launch",
         "run a script on as many processes as a configuration asks",
