@@ -130,7 +130,7 @@ def test_a_mask_that_is_not_inverted_hides_the_wrong_keys():
         assert ((out - expected).abs().max() < 0.05) == is_right
 
 
-@pytest.mark.parametrize(("run", "name"), [(infer, "pse_shift"), (train, "pse")])
+@pytest.mark.parametrize(("run", "name"), [(infer, "quant_scale1"), (train, "padding_mask")])
 def test_what_is_not_written_is_not_guessed(run, name):
     with pytest.raises(NotImplementedError, match=f"with {name}"):
         run(*tensors(), **{name: torch.zeros(1, 4, 6, 6)})
