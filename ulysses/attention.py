@@ -54,6 +54,7 @@ class UlyssesAttention(nn.Module):
         self.group = process_group(group)
         self.rank, self.num_ranks = rank_in(self.group)
         self.backend = backend
+        self._kernels: dict[str, LocalAttention] = {}  # by device type, as first asked for
         self.grid = _checked_grid(grid, self.num_ranks)
         self.check = check
         self.tiling: Tiling | None = None
@@ -183,8 +184,8 @@ class UlyssesAttention(nn.Module):
         self, results_of: Callable[[LocalAttention], Attend], arguments: Arguments
     ) -> tuple[Tensor, ...]:
         """Check, exchange, attend, exchange back."""
-        call, backend, tiling = self._planned(arguments)
-        attend = results_of(backend)
+        call, kernel, tiling = self._planned(arguments)
+        attend = results_of(kernel)
         self.tiling = tiling
         tile = tiling.tiles[self.rank]
         options = _options(arguments, call)
@@ -201,17 +202,22 @@ class UlyssesAttention(nn.Module):
         """The call, its kernel and its tiles, agreed upon with all ranks if that is asked for."""
         try:
             call = described(arguments, self.rank, self.num_ranks)
-            backend = get_backend(self.backend, call.device_type)
-            tiling = plan(call, backend, self.grid)
+            kernel = self._kernel(call.device_type)
+            tiling = plan(call, kernel, self.grid)
         except (TypeError, ValueError) as error:
             if self.check:
                 require_agreement(error, self.group)
             raise
         if self.check:
-            options = {"backend": backend.name, "grid": self.grid} | arguments.options
+            options = {"backend": kernel.name, "grid": self.grid} | arguments.options
             sizes = {f.name: getattr(call, f.name) for f in fields(call) if f.name != "structure"}
             require_agreement(sizes | options, self.group)
-        return call, backend, tiling
+        return call, kernel, tiling
+
+    def _kernel(self, device_type: str) -> LocalAttention:
+        if device_type not in self._kernels:
+            self._kernels[device_type] = get_backend(self.backend, device_type)
+        return self._kernels[device_type]
 
     def _to_tile(
         self, arguments: Arguments, call: Call, tiling: Tiling, options: Options
