@@ -118,6 +118,15 @@ def test_a_failure_breaks_every_later_operator_of_its_device(asynchronous: str) 
     assert other == 4
 
 
+@pytest.mark.parametrize("asynchronous", ["0", "1"])
+def test_the_task_queue_loses_no_failure(asynchronous: str) -> None:
+    with npu_pool(1, SIMNPU_ASYNC=asynchronous, TASK_QUEUE_ENABLE="1") as pool:
+        ((first, second, _),) = pool.run(fail_on_a_device)
+    # torch_npu has its own text for what its thread met, with the operator but not its complaint.
+    assert "aclnnIndexSelect" in first
+    assert "error" in second
+
+
 def fail_later(rank: int, num_ranks: int) -> tuple[str, str]:
     """What an operator that will fail answers at once, and what the wait for it says."""
     table = torch.zeros(4, device="npu")

@@ -2,26 +2,25 @@
 //
 // A library uses it like this:
 //
-//   #include "runtime.hpp"                  // link with -L<cache> -l:libascendcl.so
+//   #include "runtime.hpp"  // link with -l:libascendcl.so
 //
-//   SIMNPU_API aclnnStatus aclnnAbsGetWorkspaceSize(const aclTensor* self, aclTensor* out, ...) {
-//     if (bad) { simnpu::set_error("aclnnAbs: what was wrong, the values, the rule"); return
-//     161002; }
-//   }                                       // argument rules: on the host, the stream stays
-//   healthy SIMNPU_API aclnnStatus aclnnAbs(void* workspace, uint64_t size, aclOpExecutor* run,
-//   aclrtStream stream) {
-//     auto work = take_work(run);           // owns all it touches: the caller frees aclTensors at
-//     once return simnpu::submit(stream, [work] { work(); return ACL_SUCCESS; }, "aclnnAbs");
+//   SIMNPU_API int aclnnAbsGetWorkspaceSize(const aclTensor* x, aclTensor* out, ...) {
+//     if (wrong) {  // an argument rule: on the host, the stream stays healthy
+//       simnpu::set_error("aclnnAbs: what was wrong, the values, the rule");
+//       return 161002;
+//     }
+//   }
+//   SIMNPU_API int aclnnAbs(void*, uint64_t, aclOpExecutor* run, aclrtStream stream) {
+//     auto work = take_work(run);  // owns all it touches: the caller frees aclTensors at once
+//     return simnpu::submit(stream, [work] { return work(); }, "aclnnAbs");
 //   }
 //
 // A task that fails calls set_error (on the thread that runs it) and returns a code other than 0,
-// or throws. From then on its stream is broken, as after aclrtSetStreamFailureMode(stop on
-// failure), which torch_npu asks for: later tasks do not run, submit and every synchronise return
-// the first failure and set its text, and an event recorded on the stream hands the failure to
-// whoever waits for it. SIMNPU_ASYNC=1 gives every stream a worker thread; without it a task runs
-// inside submit. Tasks read and write device memory directly: it is ordinary memory of this
-// process, filled with the byte 0xCB when allocated. device_of tells device memory from host
-// memory.
+// or throws. From then on its device is broken, as after the stop on failure that torch_npu asks
+// for: later tasks run on none of its streams; submit and every synchronise return the first
+// failure and set its text. SIMNPU_ASYNC=1 gives every stream a worker thread; without it a task
+// runs inside submit. Tasks read and write device memory directly: it is ordinary memory of this
+// process, filled with the byte 0xCB when allocated.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +42,7 @@ SIMNPU_EXPORT void set_error(const std::string& text);
 SIMNPU_EXPORT int device_of(const void* pointer, std::size_t bytes);
 
 // Runs task in the order of the stream (a null stream: the default one of the current device).
-// Synchronous mode returns the task's own status, asynchronous mode 0; both return the stream's
+// Synchronous mode returns the task's own status, asynchronous mode 0; both return the device's
 // first failure, without running the task, once there is one.
 SIMNPU_EXPORT aclError submit(aclrtStream stream, std::function<aclError()> task, const char* name);
 
