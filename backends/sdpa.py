@@ -147,20 +147,26 @@ def _mask(
         mask = bias if mask is None else mask + bias
     if mask is None:
         return visible
-    mask = mask.to(query.dtype)
+    mask = mask.to(_exact(query))
     return mask if visible is None else mask.masked_fill(~visible, -torch.inf)
+
+
+def _exact(query: Tensor) -> torch.dtype:
+    """What is added to scores: float32 at least, or a bias of -100 is off by a half in bfloat16."""
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _with_sinks(
     mask: Tensor | None, sinks: Tensor, query: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:
     """The mask with one more column, each head's sink: the score of a key that gives no value."""
+    exact = _exact(query)
     if mask is None:
-        mask = query.new_zeros(1, 1, 1, 1)
+        mask = query.new_zeros(1, 1, 1, 1, dtype=exact)
     elif mask.dtype == torch.bool:
-        mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        mask = query.new_zeros(mask.shape, dtype=exact).masked_fill(~mask, -torch.inf)
     batch, heads = mask.shape[0], sinks.shape[0]
-    column = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, -1, num_queries, -1)
+    column = sinks.to(exact).view(1, heads, 1, 1).expand(batch, -1, num_queries, -1)
     return torch.cat([mask.expand(batch, heads, num_queries, num_keys), column], dim=3)
 
 

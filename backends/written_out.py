@@ -33,6 +33,18 @@ def attend_written_out(
     `mask` is bool (True attends) or added to the scores, broadcastable to [B, H, Sq, Sk]. Scores
     and log-sum-exp are in float32 at least; rows that see nothing give zeros and -inf.
     """
+    with torch.autocast(query.device.type, enabled=False):
+        return _attend(query, key, value, mask, scale, dropout)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Tensor]:
     heads, kv_heads = query.shape[2], key.shape[2]
     exact = torch.promote_types(query.dtype, torch.float32)
     q_bkgsd = query.to(exact).unflatten(2, (kv_heads, heads // kv_heads))

@@ -73,8 +73,9 @@ def attention(
         visible = torch.cat([visible, torch.ones_like(column, dtype=torch.bool)], 3)
         value = torch.cat([value, torch.zeros_like(value[:, :1])], 1) if num_keys else value
     if not scores.shape[3]:
-        out = query.new_zeros(*query.shape[:3], value.shape[3]) + query.sum() * 0
-        return out, out.sum(3) - torch.inf
+        zero = 0 * (query.sum() + key.sum() + scores.sum())
+        out = query.new_zeros(*query.shape[:3], value.shape[3]) + zero + 0 * value.sum()
+        return out, zero - torch.inf * torch.ones_like(out[..., 0])
     finite = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = finite.softmax(-1).masked_fill(~visible, 0.0)
     lse = finite.logsumexp(-1).masked_fill(~visible.any(-1), -torch.inf).transpose(1, 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.agreement import require_agreement
+from ulysses.autocast import in_autocast_dtype
 from ulysses.backends.base import LocalAttention
 from ulysses.backends.registry import get_backend
 from ulysses.call import Call
@@ -22,7 +23,14 @@ from ulysses.grid import plan
 from ulysses.group import process_group, rank_in
 from ulysses.inputs import Arguments, QueryRows, Replicated, described
 from ulysses.joint import image_and_text, with_ends
-from ulysses.tile_kernel import Attend, Options, attend_tile, output_and_lse_of, output_of
+from ulysses.tile_kernel import (
+    Attend,
+    Options,
+    attend_tile,
+    output_and_lse_of,
+    output_of,
+    refusing_gradients,
+)
 from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 
 # Query, key and value share a message while those between two ranks are smaller than this. Larger
@@ -134,10 +142,13 @@ class UlyssesAttention(nn.Module):
         """The output, and the log-sum-exp [B, l, H] of each row's scores, for who merges.
 
         Takes what `forward` takes, by name. Natural logarithm, float32 at least, -inf for a row
-        that sees nothing; differentiable where the kernel says so, as sdpa's is, else detached.
+        that sees nothing; differentiable where the kernel says so, as sdpa's is. Where it is not,
+        a backward pass through it raises RuntimeError: use lse.detach().
         """
         arguments = Arguments(query=query, key=key, value=value, attn_mask=attn_mask, **options)
         out, lse = self._run(output_and_lse_of, arguments)
+        if arguments.scores_are_learned and out.requires_grad and not lse.requires_grad:
+            lse = refusing_gradients(lse, out)
         return out, lse
 
     def joint(
@@ -166,14 +177,16 @@ class UlyssesAttention(nn.Module):
         alike from it is divided by their number, or computed on one of them.
         """
         ends = Ends(prefix, suffix)
-        arguments = Arguments(query=query, key=key, value=value, ends=ends, **options)
+        arguments = in_autocast_dtype(
+            Arguments(query=query, key=key, value=value, ends=ends, **options)
+        )
         call, backend, tiling = self._planned(arguments)
         self.tiling = tiling
         tile, told = tiling.tiles[self.rank], _options(arguments, call)
         tensors = arguments.tensors
         if self.group is not None:
             tensors, told = self._to_tile(arguments, call, tiling, told)
-        tensors = with_ends(tensors, ends, tiling, self.rank)
+        tensors = with_ends(tensors, arguments.ends, tiling, self.rank)
         (out,) = attend_tile(output_of(backend), tile, call.structure, tensors, told)
         return image_and_text(out, tiling, self.rank, self.group)
 
@@ -184,6 +197,7 @@ class UlyssesAttention(nn.Module):
         self, results_of: Callable[[LocalAttention], Attend], arguments: Arguments
     ) -> tuple[Tensor, ...]:
         """Check, exchange, attend, exchange back."""
+        arguments = in_autocast_dtype(arguments)
         call, kernel, tiling = self._planned(arguments)
         attend = results_of(kernel)
         self.tiling = tiling

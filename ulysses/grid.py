@@ -1,8 +1,8 @@
 """Choosing a grid: the same choice on every rank, from what all ranks know.
 
-Bytes decide among the grids whose busiest rank takes no longer than that of the best, or hardly. Its
-time is its tile's score elements, each dearer in a kernel call that builds a mask. So a window, in
-blocks of masks on every grid, is a halo exchange; causal attention, which whole heads run without a
+Bytes decide among the grids whose busiest rank takes hardly longer than that of the best. Its time
+is its tile's score elements, each dearer in a kernel call that builds a mask. So a window, which has
+masked blocks on every grid, is a halo exchange; causal attention, which whole heads run without a
 mask, stays with whole heads.
 """
 

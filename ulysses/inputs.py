@@ -69,6 +69,13 @@ class Arguments:
         return mask[(None,) * (4 - mask.ndim)]
 
     @property
+    def scores_are_learned(self) -> bool:
+        """True if anything but the value asks for a gradient."""
+        query, key, _ = self.tensors
+        given = (query, key, self.mask, self.alibi_slopes, self.sinks)
+        return any(tensor is not None and tensor.requires_grad for tensor in given)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What is asked for besides the tensors, by name, for a comparison between ranks."""
         names = ("is_causal", "scale", "window", "documents", "prefix_len")
@@ -239,22 +246,52 @@ def _check_options(arguments: Arguments) -> None:
         raise TypeError(f"is_causal={arguments.is_causal!r}: pass True or False")
     if isinstance(arguments.key, Replicated) != isinstance(arguments.value, Replicated):
         raise TypeError("key and value must both be Replicated, or neither")
+    if arguments.scale is not None and not isinstance(arguments.scale, (int, float)):
+        raise TypeError(f"scale={arguments.scale!r}: pass a number, or None for 1/sqrt(D)")
     window = arguments.window
-    if window is not None and (
-        len(window) != 2 or any(side is not None and side < 0 for side in window)
-    ):
+    if window is not None and not _is_window(window):
         raise ValueError(
             f"window={window}: pass (left, right), the numbers of keys seen on each side of a "
             "row's own, 0 or more, None for all of them"
         )
-    num_heads = arguments.query.shape[2]
-    for name in ("alibi_slopes", "sinks"):
+    _check_mask_kind(arguments)
+    query = arguments.query
+    num_heads = query.shape[2]
+    for name in ("mask", "alibi_slopes", "sinks"):
         given = getattr(arguments, name)
-        if given is not None and tuple(given.shape) != (num_heads,):
+        if given is not None and given.device != query.device:
+            raise ValueError(
+                f"{name} is on {given.device}, query on {query.device}: both must be on one device"
+            )
+        if name != "mask" and given is not None and tuple(given.shape) != (num_heads,):
             raise ValueError(
                 f"{name} of shape {tuple(given.shape)} with {num_heads} query heads: pass one "
                 "number for each head of the query as it is given, [H], whole on every rank"
             )
+
+
+def _is_window(window: Any) -> bool:
+    return (
+        isinstance(window, (tuple, list))
+        and len(window) == 2
+        and all(side is None or (type(side) is int and side >= 0) for side in window)
+    )
+
+
+def _check_mask_kind(arguments: Arguments) -> None:
+    given = arguments.attn_mask
+    tensor = given.mask if isinstance(given, QueryRows) else given
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor) or (tensor is not given and isinstance(tensor, CausalBias)):
+        raise TypeError(
+            f"attn_mask is a {type(given).__name__} of {type(tensor).__name__}: pass a tensor, "
+            "QueryRows of one, or a causal bias of torch.nn.attention.bias by itself"
+        )
+    if isinstance(given, CausalBias) and arguments.is_causal:
+        raise ValueError(
+            "is_causal=True beside a causal bias, which says by itself what is seen: pass one"
+        )
 
 
 def _check_ends(arguments: Arguments) -> None:

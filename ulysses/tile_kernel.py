@@ -106,6 +106,29 @@ def output_and_lse_of(backend: LocalAttention) -> Attend:
     return attend
 
 
+def refusing_gradients(lse: Tensor, link: Tensor) -> Tensor:
+    """A log-sum-exp that its kernel gives no gradient: it raises in a backward pass through it.
+
+    `link` is any tensor that requires a gradient; it gets none from here.
+    """
+    result: Tensor = _RefusingGradients.apply(lse, link)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RefusingGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, link: Tensor) -> Tensor:
+        del link
+        return lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(
+            "the kernel gives no gradient through the log-sum-exp, which would be lost: use "
+            "lse.detach(), or backend='sdpa'"
+        )
+
+
 def _lse_of_nothing(query: Tensor, sinks: Tensor | None) -> Tensor:
     """[B, Sq, H] for rows without a key: -inf, or the sink, which is a score."""
     exact = torch.promote_types(query.dtype, torch.float32)
