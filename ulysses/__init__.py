@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ulysses.loss import share_of_mean as share_of_mean
     from ulysses.loss import token_loss as token_loss
     from ulysses.mesh import init_mesh as init_mesh
+    from ulysses.parallel import parallelize as parallelize
     from ulysses.sequence import gather_sequence_slice_grads as gather_sequence_slice_grads
     from ulysses.sequence import gather_sequence_sum_grads as gather_sequence_sum_grads
     from ulysses.sequence import position_ids as position_ids
@@ -75,6 +76,7 @@ _HOMES = {
     "load_config": "ulysses.config",
     "mean_over_ranks": "ulysses.loss",
     "own_draws": "ulysses.draws",
+    "parallelize": "ulysses.parallel",
     "position_ids": "ulysses.sequence",
     "replicated": "ulysses.draws",
     "shard_batch": "ulysses.sequence",

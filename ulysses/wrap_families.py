@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ulysses.wrap_scope import Wrapping
 
@@ -26,6 +26,14 @@ class Family(Protocol):
         self, part: nn.Module, forward: Callable[..., Any], wrapping: Wrapping
     ) -> Callable[..., Any]:
         """A part's forward (the module comes first) with what it needs around it, or the same."""
+        ...
+
+    def shards_inputs(self, module: nn.Module) -> bool:
+        """Whether `parallelize` may shard this model's inputs, rather than its layers."""
+        ...
+
+    def take_targets(self, module: nn.Module, given: dict[str, Any]) -> Tensor | None:
+        """Whole targets [B, S] of a token loss, from arguments out of which labels are taken."""
         ...
 
 

@@ -71,8 +71,13 @@ def _with_tokens(inputs: Any) -> Iterator[Tensor]:
     for path, leaf in tree_flatten_with_path(inputs)[0]:
         if not isinstance(leaf, Tensor) or "mask" in keystr(path):
             continue
-        if leaf.ndim >= 3 if leaf.is_floating_point() else leaf.ndim == 2:
+        if holds_tokens(leaf):
             yield leaf
+
+
+def holds_tokens(tensor: Tensor) -> bool:
+    """By its looks: [batch, seq, dim] or more of states, or [batch, seq] of ids."""
+    return tensor.ndim >= 3 if tensor.is_floating_point() else tensor.ndim == 2
 
 
 def tell(

@@ -59,21 +59,29 @@ class Wrapping:
     attention: UlyssesAttention
     sites: dict[str, Site]
     seq_dim: int
-    is_probed: bool = False  # nothing is left to be found out by the first forward
+    unprobed: set[str] = field(default_factory=set)  # parts whose next forward is probed first
     seen: dict[str, Seen] = field(default_factory=dict)  # by the site's name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapping:
         return self
 
     @contextmanager
-    def scope(self, lengths: Lengths | None = None, *, neutral: bool = False) -> Iterator[Scope]:
+    def scope(self) -> Iterator[Scope]:
         """The scope that this thread has open for this wrapping, or a new one."""
         found = self.open_scope()
         if found is not None:
             yield found
             return
+        with self.new_scope(Lengths(self.attention)) as scope:
+            yield scope
+
+    @contextmanager
+    def new_scope(
+        self, lengths: Lengths, *, neutral: bool = False, policy: Policy = Policy.EXCHANGED
+    ) -> Iterator[Scope]:
+        """A scope of its own, within one that is open."""
         neutral = neutral or any(scope.neutral for scope in _OPEN.get())
-        scope = Scope(self, lengths or Lengths(self.attention), neutral=neutral)
+        scope = Scope(self, lengths, neutral=neutral, policy=policy)
         token = _OPEN.set((*_OPEN.get(), scope))
         try:
             with _TakeOver(scope):
@@ -82,8 +90,8 @@ class Wrapping:
             _OPEN.reset(token)
 
     def open_scope(self) -> Scope | None:
-        """This thread's open scope of this wrapping."""
-        return next((scope for scope in _OPEN.get() if scope.wrapping is self), None)
+        """This thread's innermost open scope of this wrapping."""
+        return next((scope for scope in reversed(_OPEN.get()) if scope.wrapping is self), None)
 
 
 def current_scope() -> Scope | None:
@@ -96,16 +104,20 @@ class Scope:
     """One forward of a wrapped module in one thread.
 
     `neutral` replaces attention by something that each token computes alone, without communication:
-    what then still mixes tokens is not attention (`ulysses.wrap_probe`).
+    what then still mixes tokens is not attention (`ulysses.wrap_probe`). `policy` is that of what
+    attends outside of all sites.
     `notes` is for integrations: what they found out about this forward, by their own key.
     """
 
-    def __init__(self, wrapping: Wrapping, lengths: Lengths, *, neutral: bool) -> None:
+    def __init__(
+        self, wrapping: Wrapping, lengths: Lengths, *, neutral: bool, policy: Policy
+    ) -> None:
         self.wrapping = wrapping
         self.lengths = lengths
         self.neutral = neutral
         self.notes: dict[str, Any] = {}
         self.num_calls = 0
+        self._policy = policy
         self._sites: list[Site] = []
 
     @property
@@ -119,15 +131,28 @@ class Scope:
 
     @property
     def policy(self) -> Policy:
-        """What the user said of the module that runs now."""
-        return self._sites[-1].policy if self._sites else Policy.EXCHANGED
+        """What is done with the attention of the module that runs now."""
+        return self._sites[-1].policy if self._sites else self._policy
+
+    @property
+    def takes_whole(self) -> bool:
+        """True while what runs was given the whole sequence, around a region that is sharded."""
+        return self._policy is Policy.LOCAL and not self._sites
+
+    @contextmanager
+    def at(self, site: Site) -> Iterator[None]:
+        """While a part's forward runs."""
+        self._sites.append(site)
+        try:
+            yield
+        finally:
+            self._sites.pop()
 
     @contextmanager
     def inside(self, site: Site) -> Iterator[None]:
         """While a site's forward runs. Raises RuntimeError if it ends without having attended."""
         before = self.num_calls
-        self._sites.append(site)
-        try:
+        with self.at(site):
             yield
             if self.num_calls == before and site.policy is not Policy.LOCAL:
                 raise RuntimeError(
@@ -136,8 +161,6 @@ class Scope:
                     "only. Make it use torch's scaled_dot_product_attention, or wrap its kernel "
                     "with ulysses.wrap_function, or name it in local=[...]"
                 )
-        finally:
-            self._sites.pop()
 
     def attend(
         self,

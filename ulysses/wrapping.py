@@ -13,7 +13,7 @@ not, since groups can't travel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -28,14 +28,15 @@ from ulysses.wrap_lengths import Lengths, lengths_of_inputs
 from ulysses.wrap_mixers import mixers
 from ulysses.wrap_multihead import multihead_attention
 from ulysses.wrap_policy import Policy
-from ulysses.wrap_probe import probe
+from ulysses.wrap_probe import Inputs, probe
 from ulysses.wrap_scope import Scope, Site, Wrapping
 from ulysses.wrap_sites import declared_heads, find_sites
 from ulysses.wrap_table import Row, Table
 
 Names = Collection[str | type]  # parts by name, by the name of their class, or by class
 _Module = TypeVar("_Module", bound=nn.Module)
-_Forward = Callable[..., Any]  # a forward as it stands in a class: the module comes first
+Forward = Callable[..., Any]  # a forward as it stands in a class: the module comes first
+Around = Callable[[Forward, Wrapping], Forward]
 
 
 def wrap(
@@ -70,23 +71,18 @@ def wrap(
             f"{type(module).__name__} is no nn.Module; for a function of query, key and value "
             "there is ulysses.wrap_function"
         )
-    _require_unwrapped(module)
+    require_unwrapped(module)
     found = find_sites(module, replicated, local)
-    if unhandled := mixers(module, handled):
-        raise ValueError(
-            f"{len(unhandled)} layers mix tokens otherwise than by attention, so a shard alone "
-            f"would be wrong: {'; '.join(unhandled)}. Name those that are right all the same in "
-            "handled=[...], or shard behind them: ulysses.parallelize(model, mesh, region=...)"
-        )
-    _require_whole_heads(module, found, mesh)
+    require_no_mixers(module, handled)
+    require_whole_heads(module, found, mesh)
     attention = UlyssesAttention(sequence_group(mesh), backend=backend, grid=grid)
     wrapping = Wrapping(
         attention,
         found,
-        seq_dim=_seq_dim(module) if seq_dim is None else seq_dim,
-        is_probed=bool(handled),
+        seq_dim=default_seq_dim(module) if seq_dim is None else seq_dim,
+        unprobed=set() if handled else {""},
     )
-    _take_over(module, wrapping)
+    take_over(module, wrapping, {"": rooted})
     return module
 
 
@@ -145,8 +141,11 @@ def describe(module: nn.Module) -> Table:
     return Table(type(module).__name__, tuple(rows), wrapping is not None)
 
 
-def _take_over(module: nn.Module, wrapping: Wrapping) -> None:
-    """Gives the module and those of its parts that need one a forward of their own."""
+def take_over(module: nn.Module, wrapping: Wrapping, around: Mapping[str, Around]) -> None:
+    """Gives the module and those of its parts that need one a forward of their own.
+
+    `around` are further forwards around those of parts, by name.
+    """
     for family in families():
         family.take_over(module, wrapping)
     for name, part in module.named_modules():
@@ -157,8 +156,8 @@ def _take_over(module: nn.Module, wrapping: Wrapping) -> None:
             forward = _attending(forward, wrapping, wrapping.sites[name])
         elif isinstance(part, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             forward = _scoped(forward, wrapping)  # or called alone it takes torch's fused path
-        if not name:
-            forward = _rooted(forward, wrapping)
+        if name in around:
+            forward = around[name](forward, wrapping)
         if forward is not type(part).forward:
             forward.ulysses_wrapping = wrapping
             # A bound method of this name pickles as the class's own, and is copied with its module.
@@ -166,7 +165,7 @@ def _take_over(module: nn.Module, wrapping: Wrapping) -> None:
             part.forward = MethodType(forward, part)
 
 
-def _attending(inner: _Forward, wrapping: Wrapping, site: Site) -> _Forward:
+def _attending(inner: Forward, wrapping: Wrapping, site: Site) -> Forward:
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with wrapping.scope() as scope, scope.inside(site):
@@ -177,7 +176,7 @@ def _attending(inner: _Forward, wrapping: Wrapping, site: Site) -> _Forward:
     return forward
 
 
-def _scoped(inner: _Forward, wrapping: Wrapping) -> _Forward:
+def _scoped(inner: Forward, wrapping: Wrapping) -> Forward:
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with wrapping.scope():
@@ -186,7 +185,7 @@ def _scoped(inner: _Forward, wrapping: Wrapping) -> _Forward:
     return forward
 
 
-def _rooted(inner: _Forward, wrapping: Wrapping) -> _Forward:
+def rooted(inner: Forward, wrapping: Wrapping) -> Forward:
     """The whole module's forward: lengths are asked for once, and the first is probed."""
 
     @functools.wraps(inner)
@@ -194,21 +193,33 @@ def _rooted(inner: _Forward, wrapping: Wrapping) -> _Forward:
         if wrapping.open_scope() is not None:
             return inner(self, *args, **kwargs)
         lengths = lengths_of_inputs(wrapping.attention, (args, kwargs), wrapping.seq_dim)
-        if not wrapping.is_probed and lengths.main is not None:
-            with wrapping.scope(Lengths(wrapping.attention), neutral=True):
-                run = functools.partial(inner, self)
-                probe(self, run, (args, kwargs), lengths.main, wrapping.seq_dim)
-            wrapping.is_probed = True
-        with wrapping.scope(lengths) as scope:
+        probe_once("", self, inner, (args, kwargs), wrapping, lengths)
+        with wrapping.new_scope(lengths) as scope:
             out = inner(self, *args, **kwargs)
-            _require_reached(self, scope)
+            require_reached(self, scope)
             return out
 
     forward.ulysses_root = True  # type: ignore[attr-defined]
     return forward
 
 
-def _require_reached(module: nn.Module, scope: Scope) -> None:
+def probe_once(
+    name: str,
+    module: nn.Module,
+    inner: Forward,
+    inputs: Inputs,
+    wrapping: Wrapping,
+    lengths: Lengths,
+) -> None:
+    """Probes the wrapped module's part of that name, unless it has been."""
+    if name in wrapping.unprobed and lengths.main is not None:
+        with wrapping.new_scope(lengths, neutral=True):
+            run = functools.partial(inner, module)
+            probe(module, run, inputs, lengths.main, wrapping.seq_dim)
+        wrapping.unprobed.discard(name)
+
+
+def require_reached(module: nn.Module, scope: Scope) -> None:
     if not scope.num_calls:
         names = ", ".join(site.name for site in scope.wrapping.sites.values())
         raise RuntimeError(
@@ -222,7 +233,7 @@ def _is_root(module: nn.Module) -> bool:
     return getattr(module.forward, "ulysses_root", False)
 
 
-def _require_unwrapped(module: nn.Module) -> None:
+def require_unwrapped(module: nn.Module) -> None:
     for name, part in module.named_modules():
         place = f"{name} ({type(part).__name__})" if name else type(part).__name__
         if wrapping_of(part):
@@ -234,7 +245,7 @@ def _require_unwrapped(module: nn.Module) -> None:
             )
 
 
-def _require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) -> None:
+def require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) -> None:
     """Refuses head counts that the mesh's tensor parallelism does not divide."""
     if not isinstance(mesh, DeviceMesh) or "tp" not in (mesh.mesh_dim_names or ()):
         return
@@ -249,6 +260,17 @@ def _require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) 
             )
 
 
-def _seq_dim(module: nn.Module) -> int:
+def require_no_mixers(module: nn.Module, handled: Names) -> None:
+    """Refuses layers that mix tokens otherwise than by attention, unless they are handled."""
+    if unhandled := mixers(module, handled):
+        raise ValueError(
+            f"{len(unhandled)} layers mix tokens otherwise than by attention, so a shard alone "
+            f"would be wrong: {'; '.join(unhandled)}. Name those that are right all the same in "
+            "handled=[...], or shard behind them: ulysses.parallelize(model, mesh, region=...)"
+        )
+
+
+def default_seq_dim(module: nn.Module) -> int:
+    """0 for what torch's modules call batch_first=False, else 1."""
     first = next((p for p in module.modules() if hasattr(p, "batch_first")), None)
     return 1 if first is None or first.batch_first else 0

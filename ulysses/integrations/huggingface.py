@@ -21,6 +21,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from ulysses.inputs import QueryRows
 from ulysses.integrations.huggingface_inputs import FACTS, prepared
+from ulysses.integrations.huggingface_labels import shards_inputs as shards_inputs
+from ulysses.integrations.huggingface_labels import take_targets as take_targets
 from ulysses.integrations.huggingface_masks import Visible, read
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Wrapping, current_scope
@@ -140,18 +142,18 @@ def _attention(
     attend = functools.partial(
         scope.attend, q_blhd, k_blhd, v_blhd, dropout_p=dropout, scale=scaling, sinks=s_aux
     )
-    if isinstance(attention_mask, Visible):
-        return attend(**attention_mask.arguments(scope)), None
-    if attention_mask is None:
+    if isinstance(attention_mask, Visible) and not scope.neutral:
+        lens = attention_mask.facts.lens or scope.lengths.of(q_blhd, 1, scope.site)
+        return attend(**attention_mask.arguments(lens, scope.attention.rank)), None
+    if attention_mask is None or scope.neutral:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         return attend(is_causal=bool(causal)), None
+    assert isinstance(attention_mask, Tensor), "made by _mask otherwise"
     return attend(attn_mask=_of_rows(attention_mask, q_blhd, scope)), None
 
 
 def _of_rows(mask: Tensor, query: Tensor, scope: Scope) -> Tensor | QueryRows:
     """A caller's own [B, 1, .., S] mask, of all rows or of this rank's."""
-    if scope.neutral:
-        return mask
     lens = scope.lengths.of(query, 1, scope.site)
     return QueryRows(mask) if mask.shape[-2] != sum(lens) else mask
 

@@ -27,79 +27,116 @@ def prepared(
 
     Leaves the facts in `scope.notes`. Raises ValueError for what can't be right on a shard.
     """
-    name = type(model).__name__
-    _refuse(model, given)
     given = {key: value for key, value in given.items() if value is not None}
+    _refuse_caches(model, given)
     caches = bool(given.get("use_cache", getattr(model.config, "use_cache", False)))
     if "use_cache" in signature.parameters:
         given["use_cache"] = False
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
-    if tokens is None or scope.neutral:
-        scope.notes[FACTS] = Facts(None)
-        if tokens is not None and "position_ids" in signature.parameters:
-            rows = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
-            given.setdefault("position_ids", rows)
-        return given
-    lens = scope.lengths.of(tokens, 1, name)
-    own, facts = _facts(scope, tokens, lens, given)
+    if scope.takes_whole:
+        facts = _facts_of_whole(given)
+    else:
+        _refuse_of_whole(model, given)
+        own, facts = _facts_of_part(scope, model, given)
+        given |= own
+        if "position_ids" in signature.parameters and "position_ids" not in given:
+            given |= _positions(scope, model, facts, given)
+    scope.notes[FACTS] = facts
     if caches and (facts.documents or facts.document_of is not None):
         raise ValueError(
-            f"{name} was given position_ids of packed documents and would make a KV cache, in "
-            "which case transformers lets documents see each other: pass use_cache=False"
+            f"{type(model).__name__} was given position_ids of packed documents and would make a "
+            "KV cache, in which case transformers lets documents see each other: pass "
+            "use_cache=False"
         )
-    scope.notes[FACTS] = facts
-    if "position_ids" in signature.parameters and "position_ids" not in given:
-        _require_plain_positions(model, facts)
-        rank = scope.attention.rank
-        own["position_ids"] = position_ids(lens, rank, device=tokens.device)[None]
-    return given | own
+    return given
 
 
-def _refuse(model: PreTrainedModel, given: dict[str, Any]) -> None:
+def _refuse_of_whole(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """What speaks of the whole sequence and would be taken for this rank's part of it."""
+    kept = given.get("logits_to_keep", 0)
+    if isinstance(kept, Tensor) or kept:
+        raise ValueError(
+            f"{type(model).__name__} was given logits_to_keep={kept}: these would be the last of "
+            "each rank's tokens; leave it out, and take what you need of the logits"
+        )
+    if labels := [name for name in _LABELS if name in given]:
+        raise ValueError(
+            f"{type(model).__name__} was given {', '.join(labels)}, of which it would make a loss "
+            "of this rank's tokens only, shifted within the shard: use ulysses.parallelize, which "
+            "takes whole labels, or ulysses.shift_labels before sharding and ulysses.token_loss"
+        )
+
+
+def _refuse_caches(model: PreTrainedModel, given: dict[str, Any]) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model, which ulysses does not shard yet")
-    for label in _LABELS:
-        if given.get(label) is not None:
-            raise ValueError(
-                f"{name} was given {label}, of which it would make a loss of this rank's tokens "
-                "only, shifted within the shard: use ulysses.parallelize, which takes whole "
-                "labels, or ulysses.shift_labels before sharding and ulysses.token_loss"
-            )
-    caches = [cache for cache in _CACHES if given.get(cache) is not None]
+    caches = [cache for cache in _CACHES if cache in given]
     if caches or given.get("use_cache"):
         raise ValueError(
             f"{name} was given {' and '.join(caches) or 'use_cache=True'}: a KV cache of a sharded "
-            "sequence is not supported, and so generate() is not; pass use_cache=False, or "
+            "sequence is not supported, as generate() makes one; pass use_cache=False, or "
             "ulysses.unwrap the model to generate"
         )
 
 
-def _facts(
-    scope: Scope, tokens: Tensor, lens: tuple[int, ...], given: dict[str, Any]
+def _facts_of_whole(given: dict[str, Any]) -> Facts:
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return Facts(None, _padding(mask))
+    if isinstance(positions, Tensor) and positions.ndim == 2 and mask is None:
+        return packed(None, positions)
+    return Facts(None)
+
+
+def _facts_of_part(
+    scope: Scope, model: PreTrainedModel, given: dict[str, Any]
 ) -> tuple[dict[str, Any], Facts]:
     """This rank's part of mask and positions, where they were given whole, and the facts."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    has_mask = isinstance(mask, Tensor) and mask.ndim == 2
-    has_positions = isinstance(positions, Tensor) and positions.ndim == 2
-    group = scope.attention.group
-    told = tell([has_mask, has_positions], group, tokens.device)
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is None:
+        return {}, Facts(None)
+    lens = scope.lengths.of(tokens, 1, type(model).__name__)
+    rank, group = scope.attention.rank, scope.attention.group
+    named = {name: given.get(name) for name in ("attention_mask", "position_ids")}
+    by_token = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.ndim == 2}
+    own = {name: _part(tensor, lens, rank) for name, tensor in by_token.items()}
+    if scope.neutral:
+        if "position_ids" in own and own["position_ids"] is not named["position_ids"]:
+            own["position_ids"] = torch.zeros_like(own["position_ids"])  # were given whole
+        return own, Facts(lens)
+    told = tell([name in by_token for name in named], group, tokens.device)
     if any(each != told[0] for each in told):
         raise ValueError(
             f"attention_mask and position_ids are given on some ranks only, {told} (a rank each): "
             "each rank must pass its part of the same arguments"
         )
-    own: dict[str, Any] = {}
-    padding: Tensor | None = None
-    if has_mask and isinstance(mask, Tensor):
-        whole = _whole(mask, lens, group).bool()
-        own["attention_mask"] = _part(mask, lens, scope.attention.rank)
-        padding = None if bool(whole.all()) else whole
-    if has_positions and isinstance(positions, Tensor):
-        own["position_ids"] = _part(positions, lens, scope.attention.rank)
-        if mask is None:  # transformers sees packed documents only then
-            return own, packed(lens, _whole(positions, lens, group))
-    return own, Facts(lens, padding)
+    if "attention_mask" in by_token:
+        return own, Facts(lens, _padding(_whole(by_token["attention_mask"], lens, group)))
+    # transformers sees packed documents only where there is no mask.
+    if "position_ids" in by_token and named["attention_mask"] is None:
+        return own, packed(lens, _whole(by_token["position_ids"], lens, group))
+    return own, Facts(lens)
+
+
+def _positions(
+    scope: Scope, model: PreTrainedModel, facts: Facts, given: dict[str, Any]
+) -> dict[str, Any]:
+    """This rank's positions in the whole; where all tokens are to be alike, all the same."""
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is None or facts.lens is None:
+        return {}
+    if scope.neutral:
+        zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
+        return {"position_ids": zeros}
+    _require_plain_positions(model, facts)
+    own = position_ids(facts.lens, scope.attention.rank, device=tokens.device)
+    return {"position_ids": own[None]}
+
+
+def _padding(mask: Tensor) -> Tensor | None:
+    """Bool [B, S], or None where nothing is padding."""
+    seen = mask.bool()
+    return None if bool(seen.all()) else seen
 
 
 def _whole(tensor: Tensor, lens: tuple[int, ...], group: Any) -> Tensor:
@@ -115,7 +152,7 @@ def _part(tensor: Tensor, lens: tuple[int, ...], rank: int) -> Tensor:
     return tensor.narrow(1, sum(lens[:rank]), lens[rank])
 
 
-def packed(lens: tuple[int, ...], positions: Tensor) -> Facts:
+def packed(lens: tuple[int, ...] | None, positions: Tensor) -> Facts:
     """The documents in whole positions [B, S]: one begins where they do not count on by one."""
     begins = positions.diff(dim=1) != 1
     if not bool(begins.any()):

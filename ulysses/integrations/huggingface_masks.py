@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ulysses.inputs import QueryRows
-from ulysses.wrap_scope import Scope
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is true of the whole sequence of a forward.
 
-    lens: every rank's length. padding: bool [B, S], True for a token. documents: borders of packed
-    documents, the same in all rows of the batch. document_of: int [B, S], where they differ.
+    lens: every rank's length, where it is known by then. padding: bool [B, S], True for a token.
+    documents: borders of packed documents, the same in all rows of the batch. document_of: int
+    [B, S], where they differ.
     """
 
     lens: tuple[int, ...] | None
@@ -53,20 +53,17 @@ class Visible:
     pattern: Pattern
     facts: Facts
 
-    def arguments(self, scope: Scope) -> dict[str, Any]:
-        """For `Scope.attend`."""
-        if scope.neutral:
-            return {}
-        facts, pattern = self.facts, self.pattern
+    def arguments(self, lens: tuple[int, ...], rank: int) -> dict[str, Any]:
+        """For `Scope.attend`; `lens` are all ranks' lengths."""
         return {
-            "attn_mask": self._tensor(scope),
-            "is_causal": pattern.is_causal,
-            "window": pattern.window,
-            "documents": self._documents(),
-            "seq_lens": facts.lens,
+            "attn_mask": self._tensor(lens, rank),
+            "is_causal": self.pattern.is_causal,
+            "window": self.pattern.window,
+            "documents": self._documents(sum(lens)),
+            "seq_lens": lens,
         }
 
-    def _documents(self) -> tuple[int, ...] | None:
+    def _documents(self, length: int) -> tuple[int, ...] | None:
         """Packed documents; chunks of attention are documents too."""
         chunk, documents = self.pattern.chunk, self.facts.documents
         if chunk is None:
@@ -76,20 +73,15 @@ class Visible:
                 f"chunked attention ({chunk} keys) with padding or packed documents: chunks then "
                 "begin elsewhere in each; pass one document a row, without padding"
             )
-        assert self.facts.lens is not None, "not neutral"
-        length = sum(self.facts.lens)
         return (*range(0, length, chunk), length)
 
-    def _tensor(self, scope: Scope) -> Tensor | QueryRows | None:
+    def _tensor(self, lens: tuple[int, ...], rank: int) -> Tensor | QueryRows | None:
         """What is not structure: padding of keys, and documents that differ by row of the batch."""
         facts = self.facts
         padding = None if facts.padding is None else facts.padding[:, None, None]
         if facts.document_of is None:
             return padding
-        assert facts.lens is not None, "not neutral"
-        rank = scope.attention.rank
-        start = sum(facts.lens[:rank])
-        own = facts.document_of[:, start : start + facts.lens[rank]]
+        own = facts.document_of.narrow(1, sum(lens[:rank]), lens[rank])
         return QueryRows(own[:, None, :, None] == facts.document_of[:, None, None])
 
 
