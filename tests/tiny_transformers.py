@@ -29,6 +29,9 @@ def build(kind: str) -> Any:
     options = dict(_COMMON)
     if kind == "llama":
         model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
+    elif kind == "wide llama":
+        options |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+        model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
     elif kind == "qwen3":
         model_type, config = hf.Qwen3ForCausalLM, hf.Qwen3Config(**options)
     elif kind == "mistral":
@@ -62,3 +65,29 @@ def ids(length: int, batch: int = 2) -> Tensor:
     """Tokens [batch, length], none of them a special one."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def vision(seed: int = 1) -> Any:
+    """A ViT classifier of 4 x 4 patches and a class token: 17 tokens; float64."""
+    import transformers as hf
+
+    config = hf.ViTConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=20,
+        image_size=8,
+        patch_size=2,
+        num_labels=5,
+    )
+    torch.manual_seed(seed)
+    return hf.ViTForImageClassification(config).double().eval()
+
+
+def pooled() -> Any:
+    """A BERT classifier, which looks at the first token alone; float64."""
+    import transformers as hf
+
+    options = {k: v for k, v in _COMMON.items() if k not in ("num_key_value_heads", "head_dim")}
+    torch.manual_seed(1)
+    return hf.BertForSequenceClassification(hf.BertConfig(**options, num_labels=5)).double().eval()

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ulysses.integrations.huggingface_masks import Facts
 from ulysses.sequence import gather_sequence_slice_grads, position_ids
-from ulysses.wrap_code import calls_in
+from ulysses.wrap_code import names_in
 from ulysses.wrap_lengths import tell
 from ulysses.wrap_scope import Scope
 
@@ -167,7 +167,7 @@ def packed(lens: tuple[int, ...] | None, positions: Tensor) -> Facts:
 def _require_plain_positions(model: PreTrainedModel, facts: Facts) -> None:
     """Refuses models that would not have counted 0, 1, 2, ... had they been given no positions."""
     for part in model.modules():
-        names = calls_in(type(part).forward, depth=0)
+        names = names_in(type(part), depth=0)
         if "create_position_ids_from_input_ids" in names or (
             facts.padding is not None and "cumsum" in names and "position_ids" in names
         ):
