@@ -12,12 +12,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import ulysses
-from examples import finetune, plot_losses
+from examples import finetune, plot_losses, vit_step
 from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["torch._dynamo", "transformers.models.llama.modeling_llama"]
+PRELOADED = [
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.vit.modeling_vit",
+]
 
 WORDS = ["--tiny", "--device", "cpu", "--length", "61", "--lr", "1e-2"]
 STEPS = 10
@@ -111,3 +115,39 @@ def test_curves_are_plotted(tmp_path: Path) -> None:
     png = tmp_path / "losses.png"
     plot_losses.main([str(tmp_path / "alone"), str(tmp_path / "sp2"), "--png", str(png)])
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+VIT_WORDS = ["--tiny", "--device", "cpu", "--lr", "5e-3"]
+
+
+def _classified(rank: int, num_ranks: int, sp: int) -> list[float]:
+    arguments = vit_step.parsed([*VIT_WORDS, "--sp", str(sp)])
+    return vit_step.train(arguments, ulysses.init_mesh(sp=sp, device_type="cpu"))
+
+
+@functools.cache
+def classified_in_one_process() -> list[float]:
+    arguments = vit_step.parsed(VIT_WORDS)
+    model = vit_step.load_model(arguments, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    number = arguments.global_batch
+    samples = vit_step.dataset(arguments, arguments.steps * number)
+    curve = []
+    for step in range(arguments.steps):
+        batch = samples[step * number : (step + 1) * number]
+        images, classes = (torch.stack([s[n] for s in batch]) for n in ("images", "classes"))
+        loss = cross_entropy(model(pixel_values=images).logits, classes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return curve
+
+
+@pytest.mark.parametrize(("num_ranks", "sp"), [(1, 1), (3, 3), (4, 2)])
+def test_a_classifier_learns_as_in_one_process(pool: Pools, num_ranks: int, sp: int) -> None:
+    """17 tokens on 2 or 3 ranks; the global batch must be shared out evenly over dp."""
+    expected = classified_in_one_process()
+    assert expected[-1] < expected[0]
+    for curve in pool(num_ranks).run(_classified, sp):
+        assert curve == pytest.approx(expected, abs=1e-4)
