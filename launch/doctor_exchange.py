@@ -20,7 +20,7 @@ from ulysses.conformance import reference_attention
 from ulysses.launch.doctor_check import ExchangeCheck
 from ulysses.tiling import shard_lengths
 
-_SIZES = {"4 KiB": 1 << 12, "32 MiB": 1 << 25}  # that a rank sends, what it keeps included
+_SIZES = {"4 KiB": 1 << 12, "16 MiB": 1 << 24}  # that a rank sends, what it keeps included
 _LAYER = "UlyssesAttention"
 _REPETITIONS = 3
 _BOUND = 4 * 2**-7  # of bfloat16, as for kernels
