@@ -87,6 +87,8 @@ def _matrix(rank, num_ranks):
         attention = UlyssesAttention(dist.group.WORLD, grid=grid)
         for heads, ends, batch in cases:
             _check(attention, heads, _lengths(num_ranks), ends, batch)
+        _check(attention, (4, 2), (1,) + (0,) * (num_ranks - 1), (6, 2))  # blocks of text alone
+        _check(attention, (4, 2), (0,) * num_ranks, (2, 1))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
