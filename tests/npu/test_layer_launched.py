@@ -1,7 +1,6 @@
 """Programs of fresh processes on NPUs: a published layout under torchrun, and the demo's model."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,4 +33,4 @@ def test_40_heads_over_tp_2_and_sp_4_leave_5_a_rank() -> None:
 
 def test_the_demo_scores_alike_on_npus_and_in_one_process() -> None:
     out = run([sys.executable, "-m", "ulysses.launch", "demo", "--device", "npu", "--tokens", "24"])
-    assert re.search(r"hccl", out)
+    assert "equal to the tolerance" in out

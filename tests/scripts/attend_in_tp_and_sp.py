@@ -34,9 +34,9 @@ error = (out.float().cpu() - expected).abs().max().item()
 assert attention.tiling is not None
 num_heads = len(attention.tiling.tiles[sp].heads)
 close = error <= 4 * torch.finfo(torch.bfloat16).eps * max(1.0, expected.abs().max().item())
-print(
+# In one write: torchrun's processes are unbuffered and share the pipe.
+sys.stdout.write(
     f"rank {dist.get_rank()}: {out.device} {dist.get_backend()}, {shards[0].shape[2]} heads after "
-    f"tp, {num_heads} after sp, {'equal' if close else f'off by {error:.3g}'}",
-    flush=True,
+    f"tp, {num_heads} after sp, {'equal' if close else f'off by {error:.3g}'}\n"
 )
 dist.destroy_process_group()
