@@ -45,7 +45,7 @@ class Request:
     factory: str
     inputs: tuple[Input, ...]
     sp: int
-    options: dict[str, tuple[str, ...]]  # of wrap or parallelize
+    options: dict[str, list[str] | str]  # of wrap or parallelize
     parallelize: bool
     dtype: str
     tolerance: float | None
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for integers below N, or positions for 0, 1, ... (default: normal floats)",
     )
     add("--parallelize", action="store_true", help="ulysses.parallelize on whole inputs, not wrap")
+    add("--region", metavar="NAME", help="as --parallelize, of this stack of layers")
     for name, text in (
         ("replicated", "attention whose keys are whole on every rank"),
         ("local", "attention that does not run along the sequence"),
@@ -110,13 +111,14 @@ def request_of(arguments: argparse.Namespace) -> Request:
         )
     if arguments.token is not None and not 0 <= arguments.token < length:
         raise ValueError(f"--token {arguments.token}: must lie in 0..{length - 1}")
-    names = ("replicated", "local", "handled")
+    names = ("replicated", "local", "handled", "region")
+    options = {name: given for name in names if (given := getattr(arguments, name))}
     return Request(
         factory=arguments.factory,
         inputs=inputs,
         sp=check_count("--sp", arguments.sp),
-        options={name: tuple(given) for name in names if (given := getattr(arguments, name))},
-        parallelize=arguments.parallelize,
+        options=options,
+        parallelize=arguments.parallelize or arguments.region is not None,
         dtype=arguments.dtype,
         tolerance=arguments.tolerance,
         token=arguments.token,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ulysses
+from tests import tiny_transformers
 from tests.pool import WorkerError, WorkerPool
 from tests.wrapped_models import Decoder
 from ulysses.launch import verify as command
@@ -22,6 +24,7 @@ from ulysses.verify_report import Report, Row, spans
 
 Pools = Callable[[int], WorkerPool]
 
+PRELOADED = ["transformers.models.llama.modeling_llama"]
 LENGTH = 11
 
 
@@ -217,6 +220,31 @@ def test_lengths_must_be_one(pool: Pools, dims: dict[str, int]) -> None:
     pool(1).run(_unequal_lengths, dims)
 
 
+def _family(rank: int, num_ranks: int, kind: str) -> Report:
+    """A model of transformers, by `parallelize` on whole inputs."""
+    mesh = ulysses.init_mesh(sp=num_ranks, device_type="cpu")
+    ids = tiny_transformers.ids(LENGTH)
+    factory: Any = partial(tiny_transformers.build, kind)
+    inputs, dims = {"input_ids": ids, "labels": ids, "use_cache": False}, {"input_ids": 1}
+    if kind == "vit":
+        factory, inputs = tiny_transformers.vision, {"pixel_values": torch.randn(2, 3, 8, 8)}
+        dims = {"pixel_values": 2}  # of the image: its rows of patches
+    if kind == "bert":
+        del inputs["use_cache"]
+    options = {"distribute": ulysses.parallelize, "shard_inputs": False}
+    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
+    return ulysses.verify(factory, inputs, mesh, dims=dims, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss", "bert", "vit"])
+def test_families_of_transformers(pool: Pools, kind: str) -> None:
+    """With the loss that the model makes of labels among the outputs, where it makes one."""
+    report = pool(3).run(_family, kind)[0]
+    assert report.agrees, str(report)
+    compared = {row.what for row in report.rows}
+    assert ("output['loss']" in compared) == (kind != "vit")
+
+
 def row_of(difference: float, allowed: float = 1e-6, what: str = "output") -> Row:
     return Row(what=what, largest=1.0, difference=difference, allowed=allowed, rank=0)
 
@@ -277,6 +305,13 @@ def test_inputs_are_read_and_drawn() -> None:
     assert 0 <= int(i.min()) <= int(i.max()) < 7
     positions = draw(Input("p", (2, 5), "positions", 1))
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_options_reach_wrap_or_parallelize() -> None:
+    asked = request("m:f", "--input", "x=S", "--local", "a", "--local", "b")
+    assert (asked.options, asked.parallelize) == ({"local": ["a", "b"]}, False)
+    asked = request("m:f", "--input", "x=S", "--region", "layers")
+    assert (asked.options, asked.parallelize) == ({"region": "layers"}, True)
 
 
 @pytest.mark.parametrize(
