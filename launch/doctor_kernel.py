@@ -23,13 +23,14 @@ from ulysses.launch.doctor_check import KernelCheck
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Orders of axes and the kit's names for them; SBND is what the exchange delivers.
 LAYOUTS = {"BSND": "BSHD", "SBND": "SBHD", "BNSD": "BHSD"}
-# What rows see, with numbers of queries and keys: sparse modes 0, 2, 3, 4 and 3 of Ascend.
+# What rows see, with numbers of queries and keys: Ascend's sparse modes 0, 2, 3, 4, 3, 0 and 3.
 SHOWS = {
     "all": (37, 61, Band()),
     "top left": (37, 61, Band(None, 0)),
     "bottom right": (37, 61, Band(None, 24)),
     "window": (37, 61, Band(7, 33)),
     "empty rows": (61, 37, Band(None, -24)),
+    "mask": (37, 61, Band()),  # a tensor, with rows that see nothing
     # Beyond the 2048 x 2048 triangle from which Ascend reads modes 2 to 4.
     "long": (100, 2500, Band(None, 2400)),
 }
@@ -72,6 +73,7 @@ def cases() -> Iterator[tuple[str, Case]]:
                 value_dim=dim,
                 band=band,
                 scale=dim**-0.5,
+                bool_mask="BQK" if shows == "mask" else "",
             )
             yield shows, case
 
@@ -119,7 +121,10 @@ def _reference(case: Case, dtype: torch.dtype) -> Reference:
     """Of the very numbers that the kernel is given in this dtype."""
     drawn = case.tensors(dtype, torch.device("cpu"))
     query, key, value = (tensor.double().requires_grad_() for tensor in drawn)
-    output, lse = reference_attention(query, key, value, band=case.band, scale=case.scale)
+    added = case.added(dtype, torch.device("cpu"))
+    output, lse = reference_attention(
+        query, key, value, band=case.band, scale=case.scale, added=added
+    )
     upstream = _upstream(output.shape, dtype).double()
     gradients = torch.autograd.grad(output, (query, key, value), upstream)
     group = case.num_heads // case.num_kv_heads
@@ -144,6 +149,7 @@ def _error(
     drawn = case.tensors(dtype, device)
     query, key, value = (tensor.detach().requires_grad_(training) for tensor in drawn)
     options: dict[str, Any] = {"band": case.band, "scale": case.scale}
+    options |= case.added(dtype, device).arguments
     out = kernel(query, key, value, **options)
     _explain_if_degenerate(out, reference)
     compared = [("output", out, reference.output)]

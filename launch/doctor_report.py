@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -107,7 +108,8 @@ def _kernel_table(operator: str, checks: Sequence[KernelCheck]) -> Table:
     for check in checks:
         row = rows.setdefault((check.dtype, check.layout), {})
         row.setdefault(check.shows, []).append(check)
-    table = Table(title=f"{operator}: largest relative error of {len(checks)} calls")
+    title = f"{operator}: largest relative error of {len(checks)} calls"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0)  # to fit 80 columns
     for name in ("dtype", "layout", *columns):
         table.add_column(name, justify="right" if name in columns else "left")
     for row_name, row in rows.items():

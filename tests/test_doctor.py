@@ -168,6 +168,7 @@ def test_the_cases_cover_what_the_ascend_kernel_may_ask():
         "bottom right": (3, False),
         "window": (4, False),
         "empty rows": (3, True),
+        "mask": (0, False),
         "long": (3, False),
     }
     case = next(case for _, case in cases())
