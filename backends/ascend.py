@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ulysses.backends.ascend_layout import choose_layout
-from ulysses.backends.ascend_limits import choose_operator, refusals
+from ulysses.backends.ascend_limits import choose_operator, needs_float32, refusals
 from ulysses.backends.ascend_mask import Written, write_out
 from ulysses.backends.ascend_operators import INFERENCE, Call, infer, load_operators, train
 from ulysses.backends.ascend_rows import with_sinks, without_empty_rows
@@ -69,7 +69,7 @@ class AscendAttention:
         """See `ulysses.backends.base.LocalAttention`."""
         problem = self._accepted(query, key, value, band, dropout, mask, alibi, sinks)
         if _shows_nothing(problem):
-            return no_attention(query, key, value)
+            return no_attention(query, key, value, *_learned(mask, alibi, sinks))
         asked = _Asked(problem, scale, dropout, mask, alibi, with_lse=sinks is not None)
         out, lse = self._attend(asked, query, key, value)
         if sinks is None:
@@ -97,7 +97,7 @@ class AscendAttention:
         """
         problem = self._accepted(query, key, value, band, dropout, mask, alibi, sinks)
         if _shows_nothing(problem):
-            out = no_attention(query, key, value)
+            out = no_attention(query, key, value, *_learned(mask, alibi, sinks))
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
         else:
             asked = _Asked(problem, scale, dropout, mask, alibi, with_lse=True)
@@ -119,6 +119,8 @@ class AscendAttention:
             mask = mask if mask is None else cut_mask(mask, queries=range(1), keys=seen)
             alibi = alibi and replace(alibi, distance=alibi.distance + seen.start)
             band = Band()
+        if needs_float32(problem):
+            query, key, value = query.float(), key.float(), value.float()
         written = write_out(band, query.shape[1], key.shape[1], mask, alibi)
         name = choose_operator(problem)
         call = self._call(name, query, key, value, band, asked.scale, written)
@@ -126,7 +128,7 @@ class AscendAttention:
             out, lse = infer(self._operator(name), call, with_lse=asked.with_lse)
         else:
             out, lse = train(self._operator(name), call, asked.dropout, with_lse=asked.with_lse)
-        out = call.layout.restore(out, problem.batch, problem.value_dim)
+        out = call.layout.restore(out, problem.batch, problem.value_dim).to(problem.dtype)
         if lse is not None:
             lse = call.layout.restore_rows(lse, problem.batch)
         return without_empty_rows(problem, written.empty_rows, out, lse)
@@ -188,8 +190,7 @@ class AscendAttention:
         alibi: Alibi | None,
         sinks: Tensor | None,
     ) -> Problem:
-        slopes = None if alibi is None else alibi.slopes
-        learned = (query, key, value, mask, slopes, sinks)
+        learned = (query, key, value, *_learned(mask, alibi, sinks))
         problem = Problem(
             batch=query.shape[0],
             num_queries=query.shape[1],
@@ -201,7 +202,7 @@ class AscendAttention:
             dtype=query.dtype,
             device_type=query.device.type,
             requires_grad=torch.is_grad_enabled()
-            and any(tensor is not None and tensor.requires_grad for tensor in learned),
+            and any(tensor.requires_grad for tensor in learned),
             band=band,
             dropout_p=dropout.p if dropout else 0.0,
             mask_dtype=None if mask is None else mask.dtype,
@@ -223,6 +224,12 @@ class _Asked(NamedTuple):
     mask: Tensor | None
     alibi: Alibi | None
     with_lse: bool
+
+
+def _learned(mask: Tensor | None, alibi: Alibi | None, sinks: Tensor | None) -> list[Tensor]:
+    """What a call has of these, which may have gradients."""
+    given = (mask, None if alibi is None else alibi.slopes, sinks)
+    return [tensor for tensor in given if tensor is not None]
 
 
 def _shows_nothing(problem: Problem) -> bool:

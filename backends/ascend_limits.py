@@ -29,10 +29,28 @@ def choose_operator(problem: Problem) -> str:
         and problem.dropout_p == 0.0
         and problem.dtype in _HALVES
         and not _has_mask_per_head(problem)
+        and not needs_float32(problem)
         and problem.num_heads <= _MAX_INFERENCE_GROUP * problem.num_kv_heads
         and (problem.num_queries > 1 or problem.num_keys <= _MAX_KEYS_OF_ONE_QUERY)
     )
     return INFERENCE if inference else TRAINING
+
+
+def needs_float32(problem: Problem) -> bool:
+    """True if a bias would lose digits: both operators take one in the dtype of the tensors only.
+
+    In bfloat16 a bias of -100 is off by up to a quarter. A mask of the tensors' own dtype is added
+    as it is by the inference operator; the training operator wants it divided by the scale.
+    """
+    if problem.dtype not in _HALVES:
+        return False
+    mask_dtype = problem.mask_dtype
+    has_float_mask = mask_dtype is not None and mask_dtype != torch.bool
+    if not (has_float_mask or problem.alibi):
+        return False
+    as_it_is = not problem.alibi and mask_dtype == problem.dtype
+    trains = problem.requires_grad or problem.dropout_p > 0.0 or _has_mask_per_head(problem)
+    return trains or not as_it_is
 
 
 def refusals(problem: Problem, operator: torch._ops.OpOverload) -> Iterator[str]:

@@ -47,8 +47,7 @@ class Written(NamedTuple):
     ) -> Tensor | None:
         """The bias over `scale`, in the tensors' dtype, as [B|1, H, Sq, Sk].
 
-        Rounded once, to a dtype in which sdpa adds it, too. A number that the dtype has not becomes
-        its largest, which still leaves a key no weight.
+        A number that the dtype has not becomes its largest, which still leaves a key no weight.
         """
         if self.bias is None:
             return None

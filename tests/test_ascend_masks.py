@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests import npu_ops
-from tests.npu_ops.examples import TRIANGLE, attend, tensors
+from tests.npu_ops.examples import TRIANGLE, attend, problem, tensors
 from ulysses.backends import Band
 from ulysses.backends.ascend import AscendAttention
+from ulysses.backends.ascend_limits import choose_operator, needs_float32
 from ulysses.backends.ascend_operators import INFERENCE, TRAINING
 from ulysses.backends.base import Alibi
 
@@ -67,15 +68,45 @@ def test_a_float_mask_is_a_bias_in_each_operators_own_way(grad, name, over):
     mask = torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(0))
     hidden = mask > 1
     mask = mask.masked_fill(hidden, -torch.inf).bfloat16()
-    _, _, arguments = attend(*inputs(grad=grad), mask=mask)
+    out, _, arguments = attend(*inputs(grad=grad), mask=mask)
     assert torch.equal(arguments["atten_mask"], hidden)
-    expected = (mask.float().masked_fill(hidden, 0.0) / over).bfloat16()
-    assert torch.equal(arguments[name], expected.expand(1, 4, 6, 9))
+    expected = mask.float().masked_fill(hidden, 0.0) / over
+    assert torch.equal(arguments[name].float(), expected.expand(1, 4, 6, 9))
     assert arguments[name].is_contiguous()
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact"),
+    [
+        ({"mask_dtype": torch.bfloat16}, True),
+        ({"mask_dtype": torch.bool, "requires_grad": True}, True),
+        ({"mask_dtype": torch.float32}, False),
+        ({"mask_dtype": torch.bfloat16, "requires_grad": True}, False),
+        ({"mask_dtype": torch.bfloat16, "mask_shape": (1, 4, 8, 8)}, False),
+        ({"mask_dtype": torch.bfloat16, "dropout_p": 0.1}, False),
+        ({"mask_dtype": torch.bfloat16, "alibi": True}, False),
+        ({"mask_dtype": torch.float32, "dtype": torch.float32, "requires_grad": True}, True),
+    ],
+)
+def test_a_bias_that_would_be_rounded_is_added_in_float32(changes, exact):
+    asked = problem(**{"mask_shape": (1, 1, 8, 8)} | changes)
+    assert needs_float32(asked) == (not exact)
+    assert exact or choose_operator(asked) == TRAINING
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_large_biases_keep_their_digits(dtype, grad):
+    mask = torch.linspace(-103, -100, 9).to(dtype).view(1, 1, 1, 9)
+    query, key, value = inputs(grad=grad)
+    out = attend(query, key, value, mask=mask)[0]
+    near = attend(query, key, value, mask=mask.float() + 100)[0]
+    assert (out - near).abs().max() <= 0.01
 
 
 @pytest.mark.parametrize(("dtype", "grad"), [(torch.float16, True), (torch.bfloat16, True)])
-def test_numbers_that_the_dtype_has_not_become_its_largest(dtype, grad):
+def test_numbers_that_stand_for_minus_infinity_stay_finite(dtype, grad):
     """A mask of the most negative number, in place of -inf, would overflow when it is unscaled."""
     query, key, value = (tensor.to(dtype) for tensor in tensors(queries=2, keys=3))
     mask = torch.zeros(1, 1, 1, 3, dtype=dtype)
@@ -94,8 +125,7 @@ def test_alibi_keeps_the_sparse_mode_of_its_band(grad):
     _, _, arguments = attend(*inputs(grad=grad), Band(None, 3), alibi=alibi)
     assert arguments["sparse_mode"] == 3
     assert torch.equal(arguments["atten_mask"], TRIANGLE)
-    bias = alibi.bias(range(6), range(9)) / (0.25 if grad else 1.0)
-    assert torch.equal(arguments["pse" if grad else "pse_shift"], bias.bfloat16())
+    assert torch.equal(arguments["pse"], alibi.bias(range(6), range(9)) / 0.25)
 
 
 def test_a_batch_is_run_as_heads_only_where_its_entries_share_the_mask():
