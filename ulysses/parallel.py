@@ -37,6 +37,7 @@ def parallelize(
     replicated: Names = (),
     local: Names = (),
     handled: Names = (),
+    probe: bool = True,
     backend: str | LocalAttention = "auto",
     grid: tuple[int, int] | Literal["auto"] = "auto",
 ) -> _Module:
@@ -62,6 +63,7 @@ def parallelize(
         "replicated": replicated,
         "local": local,
         "handled": handled,
+        "probe": probe,
         "backend": backend,
         "grid": grid,
     }

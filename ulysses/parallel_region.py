@@ -63,6 +63,7 @@ def shard_region(
     replicated: Names,
     local: Names,
     handled: Names,
+    probe: bool,
     **options: Any,
 ) -> None:
     """Gives a model's layers forwards that shard, and the model one around them."""
@@ -86,7 +87,7 @@ def shard_region(
         UlyssesAttention(sequence_group(mesh), **options),
         found,
         seq_dim=default_seq_dim(part),
-        unprobed=set() if handled else set(layers),
+        unprobed=set(layers) if probe and not handled else set(),
     )
     around: dict[str, Around] = {
         name: functools.partial(

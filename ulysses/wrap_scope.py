@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ulysses.attention import UlyssesAttention
-from ulysses.inputs import Replicated
+from ulysses.inputs import QueryRows, Replicated
 from ulysses.wrap_lengths import Lengths
 from ulysses.wrap_policy import Policy
 
@@ -176,7 +176,7 @@ class Scope:
         """[B, l, H, D] shards to [B, l, H, Dv], as `UlyssesAttention` takes them.
 
         `structure` are its other keyword arguments (window, documents, sinks, ...); None is left
-        out.
+        out. A mask of this rank's rows may be a plain tensor.
         """
         self.num_calls += 1
         structure = {name: value for name, value in structure.items() if value is not None}
@@ -190,6 +190,8 @@ class Scope:
             keys_and_values = (Replicated(key), Replicated(value))
         elif key.shape[1] != query.shape[1]:
             structure["key_lens"] = self.lengths.of(key, 1, self.site)
+        if isinstance(attn_mask, Tensor) and attn_mask.ndim >= 2:
+            attn_mask = _of_own_rows(attn_mask, structure["seq_lens"], query.shape[1])
         # Not only this scope's mode goes: another wrapping's would take the local kernel over.
         with torch._C.DisableTorchFunction():
             out: Tensor = self.attention(
@@ -265,6 +267,11 @@ def _sdpa(
         attn_mask = attn_mask.unsqueeze(1)
     out = scope.attend(q_blhd, k_blhd, v_blhd, attn_mask, dropout_p, is_causal, scale)
     return out.squeeze(2) if heads else out.transpose(1, 2)
+
+
+def _of_own_rows(mask: Tensor, lens: tuple[int, ...], length: int) -> Tensor | QueryRows:
+    """A mask [.., l, Sk] is of this rank's rows, and one of [.., 1 or S, Sk] is whole."""
+    return QueryRows(mask) if mask.shape[-2] == length not in (1, sum(lens)) else mask
 
 
 def _each_token_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ulysses import wrap_probe
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import LocalAttention
 from ulysses.wrap_callable import Mesh, sequence_group
@@ -28,7 +29,6 @@ from ulysses.wrap_lengths import Lengths, lengths_of_inputs
 from ulysses.wrap_mixers import mixers
 from ulysses.wrap_multihead import multihead_attention
 from ulysses.wrap_policy import Policy
-from ulysses.wrap_probe import Inputs, probe
 from ulysses.wrap_scope import Scope, Site, Wrapping
 from ulysses.wrap_sites import declared_heads, find_sites
 from ulysses.wrap_table import Row, Table
@@ -47,6 +47,7 @@ def wrap(
     local: Names = (),
     handled: Names = (),
     seq_dim: int | None = None,
+    probe: bool = True,
     backend: str | LocalAttention = "auto",
     grid: tuple[int, int] | Literal["auto"] = "auto",
 ) -> _Module:
@@ -58,8 +59,9 @@ def wrap(
     right on a shard all the same. `seq_dim` is the sequence's dim in the inputs, 0 for a module
     with batch_first=False and else 1. `backend` and `grid` are those of `UlyssesAttention`.
 
-    The first forward runs the module three times more, without attention and communication, to see
-    that nothing else mixes tokens or counts positions; not where anything is `handled`.
+    With `probe`, the first forward runs the module three times more, without attention and
+    communication, to see that nothing else mixes tokens or counts positions; not where anything is
+    `handled`. A module that has been verified can do without.
 
     Returns the module itself. Raises ValueError, naming the parts, if it is wrapped already, if
     nothing in it attends or something does by no known route, if a layer mixes tokens in another
@@ -80,7 +82,7 @@ def wrap(
         attention,
         found,
         seq_dim=default_seq_dim(module) if seq_dim is None else seq_dim,
-        unprobed=set() if handled else {""},
+        unprobed={""} if probe and not handled else set(),
     )
     take_over(module, wrapping, {"": rooted})
     return module
@@ -207,7 +209,7 @@ def probe_once(
     name: str,
     module: nn.Module,
     inner: Forward,
-    inputs: Inputs,
+    inputs: wrap_probe.Inputs,
     wrapping: Wrapping,
     lengths: Lengths,
 ) -> None:
@@ -215,7 +217,7 @@ def probe_once(
     if name in wrapping.unprobed and lengths.main is not None:
         with wrapping.new_scope(lengths, neutral=True):
             run = functools.partial(inner, module)
-            probe(module, run, inputs, lengths.main, wrapping.seq_dim)
+            wrap_probe.probe(module, run, inputs, lengths.main, wrapping.seq_dim)
         wrapping.unprobed.discard(name)
 
 

@@ -19,7 +19,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from ulysses.inputs import QueryRows
 from ulysses.integrations.huggingface_inputs import FACTS, prepared
 from ulysses.integrations.huggingface_labels import shards_inputs as shards_inputs
 from ulysses.integrations.huggingface_labels import take_targets as take_targets
@@ -148,14 +147,7 @@ def _attention(
     if attention_mask is None or scope.neutral:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         return attend(is_causal=bool(causal)), None
-    assert isinstance(attention_mask, Tensor), "made by _mask otherwise"
-    return attend(attn_mask=_of_rows(attention_mask, q_blhd, scope)), None
-
-
-def _of_rows(mask: Tensor, query: Tensor, scope: Scope) -> Tensor | QueryRows:
-    """A caller's own [B, 1, .., S] mask, of all rows or of this rank's."""
-    lens = scope.lengths.of(query, 1, scope.site)
-    return QueryRows(mask) if mask.shape[-2] != sum(lens) else mask
+    return attend(attn_mask=attention_mask), None
 
 
 def _mask(**arguments: Any) -> Visible:
