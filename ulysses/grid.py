@@ -1,9 +1,9 @@
 """Choosing a grid: the same choice on every rank, from what all ranks know.
 
 Bytes decide among the grids whose busiest rank takes hardly longer than that of the best. Its time
-is its tile's score elements, each dearer in a kernel call that builds a mask. So a window, which has
-masked blocks on every grid, is a halo exchange; causal attention, which whole heads run without a
-mask, stays with whole heads.
+is its tile's score elements, each dearer in a kernel call that builds a mask. So a window, masked
+in blocks on every grid, is a halo exchange; causal attention, which whole heads run without a mask,
+stays with whole heads.
 """
 
 from __future__ import annotations
@@ -31,28 +31,24 @@ def plan(call: Call, backend: LocalAttention, grid: Grid | None) -> Tiling:
     """
     if grid is not None:
         tiling = call.tiled(grid)
-        if reason := _refusal(call, backend, tiling):
+        if reason := _refusal(backend, tiling, _problems(call, tiling)):
             raise ValueError(reason)
         return tiling
-    tilings = [call.tiled(candidate) for candidate in grids(len(call.query_lens))]
-    refusals = [_refusal(call, backend, tiling) for tiling in tilings]
-    able = [tiling for tiling, refusal in zip(tilings, refusals, strict=True) if refusal is None]
-    if not able:
+    refusals, times = [], []
+    for candidate in grids(len(call.query_lens)):
+        tiling = call.tiled(candidate)
+        problems = _problems(call, tiling)
+        if reason := _refusal(backend, tiling, problems):
+            refusals.append(reason)
+        else:
+            times.append((_time(backend, problems), tiling))
+    if not times:
         raise ValueError(refusals[0])
-    times = [_time(call, backend, tiling) for tiling in able]
-    longest = (1 + _HARDLY) * min(times)
-    quick = [tiling for tiling, time in zip(able, times, strict=True) if time <= longest]
+    longest = (1 + _HARDLY) * min(time for time, _ in times)
+    quick = [tiling for time, tiling in times if time <= longest]
     best = min(quick, key=lambda tiling: _bytes(call, tiling))
     _LOG.info("grid (u=%d, r=%d) for %s", *best.grid, call)
     return best
-
-
-def _refusal(call: Call, backend: LocalAttention, tiling: Tiling) -> str | None:
-    for problems in _problems(call, tiling):
-        for problem in problems:
-            if reason := backend.unsupported(problem):
-                return f"backend {backend.name!r} can not run grid {tuple(tiling.grid)}: {reason}"
-    return None
 
 
 def _problems(call: Call, tiling: Tiling) -> list[Counter[Problem]]:
@@ -61,11 +57,18 @@ def _problems(call: Call, tiling: Tiling) -> list[Counter[Problem]]:
     return [call.problems(tile) for tile in different.values()]
 
 
-def _time(call: Call, backend: LocalAttention, tiling: Tiling) -> float:
+def _refusal(backend: LocalAttention, tiling: Tiling, tiles: list[Counter[Problem]]) -> str | None:
+    for problem in (problem for problems in tiles for problem in problems):
+        if reason := backend.unsupported(problem):
+            return f"backend {backend.name!r} can not run grid {tuple(tiling.grid)}: {reason}"
+    return None
+
+
+def _time(backend: LocalAttention, tiles: list[Counter[Problem]]) -> float:
     """Score elements of the busiest rank, dearer ones counted as more."""
     return max(
         sum(times * _elements(problem, backend) for problem, times in problems.items())
-        for problems in _problems(call, tiling)
+        for problems in tiles
     )
 
 

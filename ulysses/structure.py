@@ -7,8 +7,8 @@ a kernel is called once a piece, with a band that it may have a flag for.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,17 +29,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Structure:
-    """Pieces that cover all rows in order."""
+    """Pieces that cover all rows in order; later rows see no earlier first or last key."""
 
     pieces: tuple[Piece, ...]
 
     def keys(self, queries: range, num_keys: int) -> range:
         """The columns that at least one of these rows may see, as one interval."""
         del num_keys  # the pieces know
-        seen = [piece.keys for piece in self.within(queries) if piece.keys]
-        if not seen:
-            return NO_KEYS
-        return range(min(keys.start for keys in seen), max(keys.stop for keys in seen))
+        places = self._places(queries)
+        first = self._first_keys(queries, places)
+        return range(first.start, self._first_keys(queries, reversed(places)).stop)
 
     def area(self, queries: range, num_keys: int) -> int:
         """How many (row, column) pairs are visible in these rows."""
@@ -48,19 +47,20 @@ class Structure:
 
     def within(self, queries: range) -> list[Piece]:
         """The pieces cut to these rows, each with no more keys than its rows see."""
+        cut = (_cut(self.pieces[place], queries) for place in self._places(queries))
+        return [piece for piece in cut if piece.queries]
+
+    def _places(self, queries: range) -> range:
+        """Where the pieces of these rows are."""
         if not queries:
-            return []
+            return range(0)
         first = max(0, bisect_right(self._starts, queries.start) - 1)
-        cut = []
-        for piece in self.pieces[first:]:
-            if piece.queries.start >= queries.stop:
-                break
-            rows = range(
-                max(piece.queries.start, queries.start), min(piece.queries.stop, queries.stop)
-            )
-            if rows:
-                cut.append(_cut(piece, rows))
-        return cut
+        return range(first, bisect_left(self._starts, queries.stop))
+
+    def _first_keys(self, queries: range, places: Iterable[int]) -> range:
+        """The keys of the first of these pieces that sees any."""
+        cut = (_cut(self.pieces[place], queries).keys for place in places)
+        return next((keys for keys in cut if keys), NO_KEYS)
 
     def _area_above(self, row: int) -> int:
         """Visible pairs in rows 0..row."""
@@ -106,8 +106,10 @@ def prefix(prefix_len: int, num_queries: int, num_keys: int) -> Structure:
     return Structure(tuple(piece for piece in (first, rest) if piece.queries))
 
 
-def _cut(piece: Piece, rows: range) -> Piece:
-    """A piece's rows and the keys that they see."""
+def _cut(piece: Piece, queries: range) -> Piece:
+    """Those of a piece's rows that are asked for, and the keys that they see."""
+    start = min(max(piece.queries.start, queries.start), piece.queries.stop)
+    rows = range(start, max(start, min(piece.queries.stop, queries.stop)))
     down = rows.start - piece.queries.start
     keys = piece.band.keys(range(down, down + len(rows)), len(piece.keys))
     across = keys.start
