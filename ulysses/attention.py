@@ -207,6 +207,7 @@ class UlyssesAttention(nn.Module):
             return attend_tile(attend, tile, call.structure, arguments.tensors, options)
         tensors, options = self._to_tile(arguments, call, tiling, options)
         results = attend_tile(attend, tile, call.structure, tensors, options)
+        del tensors, options  # what arrived, where no graph keeps it
         # The log-sum-exp [B, Sq, h] travels as one more tensor, of dim 1.
         tiles = [result if result.ndim == 4 else result.unsqueeze(3) for result in results]
         shards = tile_to_shard(tiles, (tiling.query_route,) * len(tiles), self.group)

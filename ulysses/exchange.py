@@ -15,6 +15,7 @@ take a second copy, so their messages are under way at the same time instead.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.tiling import Route
+
+# Messages under way to tiles: the next is packed while the last is sent, and the first one's buffer
+# is given back before a third is needed.
+_UNDER_WAY = 2
 
 
 def shard_to_tile(
@@ -74,10 +79,14 @@ class _ShardToTile(torch.autograd.Function):
         ctx: Any, routes: list[Route], options: tuple[dist.ProcessGroup, bool], *shards: Tensor
     ) -> tuple[Tensor, ...]:
         group, fused = options
-        messages = [_ToTiles(*bundle, group) for bundle in _bundles(shards, routes, fused)]
         tiles: dict[int, Tensor] = {}
+        messages: deque[_ToTiles] = deque()
+        for bundle in _bundles(shards, routes, fused):
+            if len(messages) == _UNDER_WAY:
+                messages.popleft().arrive(tiles)
+            messages.append(_ToTiles(*bundle, group))
         for message in messages:
-            tiles.update(zip(message.indices, message.tiles(), strict=True))
+            message.arrive(tiles)
         return _remember(ctx, routes, group, tuple(tiles[i] for i in range(len(shards))))
 
     @staticmethod
@@ -177,6 +186,7 @@ class _Message:
         """Wait for the collective; what it received."""
         if self.work is not None:
             self.work.wait()
+        del self.sent
         return self.received
 
     def laid_out(self, memory: Tensor, num_rows: int, tile: int) -> list[Tensor]:
@@ -236,8 +246,10 @@ class _ToTiles(_Message):
             view.copy_(part)
         self.start(sent, self.shard_sizes, self.tile_sizes)
 
-    def tiles(self) -> list[Tensor]:
-        return self.laid_out(self.finish(), len(self.route.rows[self.rank]), self.rank)
+    def arrive(self, tiles: dict[int, Tensor]) -> None:
+        """Wait, and put the tiles in their places."""
+        received = self.laid_out(self.finish(), len(self.route.rows[self.rank]), self.rank)
+        tiles.update(zip(self.indices, received, strict=True))
 
 
 class _ToShards(_Message):
