@@ -162,6 +162,7 @@ class Scope:
                     "with ulysses.wrap_function, or name it in local=[...]"
                 )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which tiles exist is no graph
     def attend(
         self,
         query: Tensor,
@@ -265,7 +266,7 @@ def _sdpa(
     )
     if heads and attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = attn_mask.unsqueeze(1)
-    out = scope.attend(q_blhd, k_blhd, v_blhd, attn_mask, dropout_p, is_causal, scale)
+    out: Tensor = scope.attend(q_blhd, k_blhd, v_blhd, attn_mask, dropout_p, is_causal, scale)
     return out.squeeze(2) if heads else out.transpose(1, 2)
 
 
