@@ -132,7 +132,7 @@ def one_process(num_micro: int) -> Any:
 def test_ten_steps_equal_one_process(
     pool: Pools, num_ranks: int, sp: int, wrapper: str, num_micro: int, checkpointed: bool
 ) -> None:
-    """Uneven shards, clipped gradients, micro-batches of few and many targets; AdamW."""
+    """Uneven shards, clipped gradients, micro-batches of few and many targets."""
     curve, parameters = one_process(num_micro)
     assert curve[0] - curve[-1] != 0.0
     found = pool(num_ranks).run(
