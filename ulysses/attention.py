@@ -36,6 +36,7 @@ from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 # Query, key and value share a message while those between two ranks are smaller than this. Larger
 # ones are sent one by one, the next packed while the last is under way.
 _FUSE_BELOW_BYTES = 1 << 21
+_MOST_PLANS = 1024
 
 
 class UlyssesAttention(nn.Module):
@@ -63,6 +64,7 @@ class UlyssesAttention(nn.Module):
         self.rank, self.num_ranks = rank_in(self.group)
         self.backend = backend
         self._kernels: dict[str, LocalAttention] = {}  # by device type, as first asked for
+        self._plans: dict[object, tuple[Call, LocalAttention, Tiling]] = {}  # by all they depend on
         self.grid = _checked_grid(grid, self.num_ranks)
         self.check = check
         self.tiling: Tiling | None = None
@@ -216,9 +218,7 @@ class UlyssesAttention(nn.Module):
     def _planned(self, arguments: Arguments) -> tuple[Call, LocalAttention, Tiling]:
         """The call, its kernel and its tiles, agreed upon with all ranks if that is asked for."""
         try:
-            call = described(arguments, self.rank, self.num_ranks)
-            kernel = self._kernel(call.device_type)
-            tiling = plan(call, kernel, self.grid)
+            call, kernel, tiling = self._remembered(arguments)
         except (TypeError, ValueError) as error:
             if self.check:
                 require_agreement(error, self.group)
@@ -228,6 +228,17 @@ class UlyssesAttention(nn.Module):
             sizes = {f.name: getattr(call, f.name) for f in fields(call) if f.name != "structure"}
             require_agreement(sizes | options, self.group)
         return call, kernel, tiling
+
+    def _remembered(self, arguments: Arguments) -> tuple[Call, LocalAttention, Tiling]:
+        """The same, planned once for each different call: planning takes as long as a kernel."""
+        signature = arguments.signature
+        if signature not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            call = described(arguments, self.rank, self.num_ranks)
+            kernel = self._kernel(call.device_type)
+            self._plans[signature] = call, kernel, plan(call, kernel, self.grid)
+        return self._plans[signature]
 
     def _kernel(self, device_type: str) -> LocalAttention:
         if device_type not in self._kernels:

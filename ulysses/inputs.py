@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +76,12 @@ class Arguments:
         return any(tensor is not None and tensor.requires_grad for tensor in given)
 
     @property
+    def signature(self) -> tuple[object, ...]:
+        """All that a description and a plan of the call depend on: equal means equal plans."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return torch.is_grad_enabled(), *map(_plain, values)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What is asked for besides the tensors, by name, for a comparison between ranks."""
         names = ("is_causal", "scale", "window", "documents", "prefix_len")
@@ -122,6 +128,19 @@ def described(arguments: Arguments, rank: int, num_ranks: int) -> Call:
         alibi=arguments.alibi_slopes is not None,
         sinks=arguments.sinks is not None,
     )
+
+
+def _plain(value: Any) -> object:
+    """A hashable stand-in for an argument: of a tensor, everything but its numbers."""
+    if isinstance(value, CausalBias):
+        return value.variant, value.seq_len_q, value.seq_len_kv
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, QueryRows | Replicated | Ends):
+        return type(value), *(_plain(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return type(value), value
 
 
 def _tensor_of(given: Tensor | Replicated) -> Tensor:
