@@ -1,4 +1,4 @@
-"""`ulysses demo`: its options, what it takes over, how it compares, and one run with the model."""
+"""`ulysses demo`: its options, its report, and one run with the real model."""
 
 import hashlib
 import io
@@ -10,16 +10,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.nn.functional import scaled_dot_product_attention
 
-import ulysses
-from tests import reference
 from ulysses.launch import demo
 from ulysses.launch.cli import main
-from ulysses.launch.demo_attention import CausalAttentionOver
 from ulysses.launch.demo_model import document
 from ulysses.launch.demo_report import Part, Report, Request, Score, show
 from ulysses.tiling import Grid, tile_attention
@@ -121,31 +115,6 @@ def test_the_report_shows_tiles_costs_and_losses() -> None:
     assert "one process 2 500000 12 1825 1 50 1 024" in said
     assert "with the 512 MiB of weights" in text.getvalue()
     assert "The losses differ by 0.0e+00: equal to the tolerance of 1e-03." in text.getvalue()
-
-
-def _taken_over(rank: int, num_ranks: int) -> tuple[float, int, int]:
-    """Largest difference from one process; bytes counted, and as the tiling has them."""
-    lens = (4, 1, 2)  # transformers leaves is_causal out of a call with one row
-    whole = [reference.draw(1, 7, heads, 8, seed=heads) for heads in (9, 3, 3)]
-    attention = ulysses.UlyssesAttention(dist.group.WORLD)
-    own = [reference.shard(tensor, lens, rank).transpose(1, 2) for tensor in whole]
-    with CausalAttentionOver(attention, lens) as taken_over:
-        first = scaled_dot_product_attention(*own, is_causal=lens[rank] > 1, enable_gqa=True)
-        torch.relu(first)
-        scaled_dot_product_attention(*own, scale=8**-0.5)
-        with pytest.raises(ValueError, match="attn_mask is not supported"):
-            scaled_dot_product_attention(*own, attn_mask=torch.ones(7, 7, dtype=torch.bool))
-    q, k, v = (tensor.transpose(1, 2) for tensor in whole)
-    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    difference = first.transpose(1, 2) - reference.shard(expected.transpose(1, 2), lens, rank)
-    sent = attention.tiling.bytes_sent(rank, (8 * 8, 2 * 8 * 8, 8 * 8))
-    return difference.abs().max().item(), taken_over.bytes_sent, 2 * sent
-
-
-def test_attention_is_taken_over_while_the_mode_is_on(pool):
-    for difference, counted, expected in pool(3).run(_taken_over):
-        assert difference < 1e-12
-        assert counted == expected > 0
 
 
 def test_two_ranks_score_the_text_as_one_process_does() -> None:
