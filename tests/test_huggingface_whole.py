@@ -173,6 +173,7 @@ def test_refusals() -> None:
     for given, message in (
         ({"labels": tokens}, "was given labels, of which it would make a loss"),
         ({"use_cache": True}, "use_cache=True: a KV cache of a sharded sequence is not supported"),
+        ({"encoder_hidden_states": torch.zeros(2, 3, 24)}, "attends to an encoder's states"),
         ({"logits_to_keep": 1}, "logits_to_keep=1: these would be the last of each rank's"),
         (
             {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},

@@ -14,6 +14,7 @@ from tests.wrapped_models import (
     HEADS,
     Decoder,
     TakesFunction,
+    TakesProcessor,
     own_function,
     tokens,
 )
@@ -31,6 +32,7 @@ def build(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
         "sdpa, recomputed": (lambda: Decoder("saved"), tokens(LENGTH), 1),
         "sdpa, recomputed reentrant": (lambda: Decoder("reentrant"), tokens(LENGTH), 1),
         "function": (lambda: TakesFunction(own_function), (x,), 1),
+        "processor": (TakesProcessor, (x,), 1),
         "multihead": (
             lambda: Attends(nn.MultiheadAttention(DIM, HEADS, batch_first=True)),
             (x,),
@@ -103,6 +105,7 @@ KINDS = [
     "sdpa, recomputed",
     "sdpa, recomputed reentrant",
     "function",
+    "processor",
     "multihead",
     "multihead, seq first",
     "encoder",

@@ -108,6 +108,25 @@ class TakesFunction(nn.Module):
         return self.function(query, key, value, causal=True).flatten(2)
 
 
+class Processor:
+    """What diffusers hands its attention modules: a callable of the module and its input."""
+
+    def __call__(self, attention: "TakesProcessor", x: Tensor) -> Tensor:
+        query, key, value = attention.proj(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        out = scaled_dot_product_attention(query=query, key=key, value=value, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class TakesProcessor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, 3 * DIM)
+        self.processor = Processor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(self, x)
+
+
 def own_function(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
     """Attention of complete rows by matrix products, [B, S, H, D]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key)

@@ -67,9 +67,13 @@ def _refuse_of_whole(model: PreTrainedModel, given: dict[str, Any]) -> None:
 
 
 def _refuse_caches(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Caches, and a second sequence, whose mask could not be told from the first one's."""
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model, which ulysses does not shard yet")
+    if getattr(model.config, "is_encoder_decoder", False) or "encoder_hidden_states" in given:
+        raise ValueError(
+            f"{name} attends to an encoder's states, which ulysses does not shard for "
+            "transformers' models yet: wrap the encoder, or the decoder's layers, by themselves"
+        )
     caches = [cache for cache in _CACHES if cache in given]
     if caches or given.get("use_cache"):
         raise ValueError(
