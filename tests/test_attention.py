@@ -243,3 +243,15 @@ def test_dropout_is_the_same_for_every_number_of_ranks_and_grid(pool):
         for grid in grids(num_ranks):
             parts = pool(num_ranks).run(_dropped, tuple(grid))
             torch.testing.assert_close(torch.cat(parts, dim=1), alone)
+
+
+@pytest.mark.parametrize("given", [list, torch.tensor, lambda n: [torch.tensor(i) for i in n]])
+def test_a_layer_is_asked_for_other_documents_of_the_same_number(given):
+    """Plans are remembered by what the borders are, not by how many, however they are given."""
+    layer = UlyssesAttention(None)
+    query, key, value = (reference.draw(1, 8, 2, 4, seed=i) for i in range(3))
+    for border in (3, 5):
+        out = layer(query, key, value, documents=given([0, border, 8]))
+        parts = [slice(0, border), slice(border, 8)]
+        expected = [reference.attention(query[:, p], key[:, p], value[:, p]) for p in parts]
+        torch.testing.assert_close(out, torch.cat(expected, dim=1))

@@ -35,6 +35,10 @@ class Replicated:
     tensor: Tensor
 
 
+# Arguments that a plan knows by shape, dtype, device and need of a gradient.
+_TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "ends")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """What `UlyssesAttention` was called with."""
@@ -78,8 +82,11 @@ class Arguments:
     @property
     def signature(self) -> tuple[object, ...]:
         """All that a description and a plan of the call depend on: equal means equal plans."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return torch.is_grad_enabled(), *map(_plain, values)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = [_plain(values.pop(name)) for name in _TENSORS]
+        # What is no tensor to attend with counts by its numbers, also where a tensor holds them.
+        numbers = (repr(v.tolist() if hasattr(v, "tolist") else v) for v in values.values())
+        return torch.is_grad_enabled(), *tensors, *numbers
 
     @property
     def options(self) -> dict[str, Any]:
@@ -140,7 +147,7 @@ def _plain(value: Any) -> object:
         return type(value), *(_plain(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
-    return type(value), value
+    return repr(value)
 
 
 def _tensor_of(given: Tensor | Replicated) -> Tensor:
