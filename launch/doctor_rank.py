@@ -11,7 +11,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -24,12 +26,13 @@ from ulysses.launch.doctor_exchange import exchange_checks
 from ulysses.launch.doctor_kernel import kernel_checks
 from ulysses.launch.doctor_refusal import refusal_checks
 
+_GRACE = 5.0  # seconds for the traceback
+
 
 def main() -> None:
     """Leaves the report; raises if a collective does."""
     folder, device_type, seconds = sys.argv[1:]
-    # From a thread that needs no interpreter: a collective may wait with the lock held.
-    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    _end_after(float(seconds))
     report = RankReport(dist.get_node_local_rank(fallback_rank=0))
     _write(report, folder)
     ulysses.init_mesh(device_type=device_type)
@@ -39,7 +42,24 @@ def main() -> None:
     dist.destroy_process_group()
     report.stage = None
     _write(report, folder)
-    faulthandler.cancel_dump_traceback_later()
+
+
+def _end_after(seconds: float) -> None:
+    """Say where the process stands once its time is up, and end it."""
+
+    def end() -> None:
+        print(f"Not through after {seconds:g} s; it stands here:", file=sys.stderr)
+        # With the interpreter's lock: faulthandler's own timer reads the stacks of running threads,
+        # and crashes now and then.
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    # A call that waits with the lock held lets no thread speak; this signal needs none.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
 
 
 def _current_device(device_type: str) -> torch.device:
