@@ -31,7 +31,7 @@ def current_config() -> Config:
 
 
 def current_degrees() -> Degrees:
-    """dp, sp and tp of the running job, every `auto` settled: what `ulysses.init_mesh` takes.
+    """dp, cfg, sp and tp of the running job, every `auto` settled: what `ulysses.init_mesh` takes.
 
     Raises RuntimeError in a process that `ulysses launch` did not start.
     """

@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.usage = "%(prog)s --config FILE [options] [-m] SCRIPT [arguments of the script]"
     parser.epilog = (
-        "dp * sp * tp is the number of processes on all nodes. tp has to divide num_heads, and "
-        "num_kv_heads unless kv_replication is true; sp may be any number."
+        "dp * cfg * sp * tp is the number of processes on all nodes. tp has to divide num_heads, "
+        "and num_kv_heads unless kv_replication is true; sp may be any number."
     )
     add("--config", required=True, type=Path, metavar="FILE", help="the YAML configuration")
     add("--nproc", type=int, metavar="N", help="processes on this node; default: sp*tp*dp / nodes")
@@ -98,12 +98,13 @@ def degrees_asked(config: Config, *, num_nodes: int, per_node: int | None) -> De
         raise ValueError(
             f"parallel.{rest} is auto: say with --nproc how many processes a node runs"
         )
-    num_ranks = 1
+    num_ranks = config.parallel.cfg
     for degree in (config.parallel.sp, config.parallel.tp, config.parallel.dp):
         num_ranks *= 1 if degree == "auto" else degree
     if num_ranks % num_nodes:
         raise ValueError(
-            f"{num_ranks} processes (sp*tp*dp) can't be shared out evenly over --nnodes {num_nodes}"
+            f"{num_ranks} processes (sp*tp*dp*cfg) can't be shared out evenly over --nnodes "
+            f"{num_nodes}"
         )
     return config.resolve(num_ranks)
 

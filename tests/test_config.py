@@ -184,6 +184,23 @@ def test_a_grid_is_held_against_an_sp_that_was_auto() -> None:
         given.resolve(8)
 
 
+def test_branches_of_guidance_are_ranks_too() -> None:
+    given = config(cfg=2, tp=2)
+    assert given.resolve(8) == Degrees(dp=2, cfg=2, sp=1, tp=2)
+    assert "8 ranks = dp 2 x cfg 2 x sp 1 x tp 2" in given.explain(given.resolve(8))
+    assert config(cfg=2, sp="auto").resolve(8).sp == 4
+    for wrong, num_ranks, message in (
+        ({"cfg": 2, "sp": 3}, 8, r"tp\*sp=3 does not divide world 8 / cfg 2 .*start 6 ranks"),
+        ({"cfg": 2, "dp": 1}, 8, r"dp\*sp\*tp=1 is not world 8 / cfg 2 .*dp be 4; or start 2"),
+        ({"cfg": 2}, 3, "cfg=2 does not divide world 3"),
+        ({"cfg": 2, "sp": "auto"}, 3, r"dp\*cfg\*tp=2 does not divide world 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**wrong).resolve(num_ranks)
+    with pytest.raises(ValueError, match=r"parallel\.cfg=3: guidance has two branches"):
+        config(cfg=3)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "parallel"),
     [

@@ -160,7 +160,7 @@ def test_a_module_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "parallel: {sp: 3}",
             ["--nnodes", "2"],
-            "3 processes (sp*tp*dp) can't be shared out evenly",
+            "3 processes (sp*tp*dp*cfg) can't be shared out evenly",
         ),
         ("parallel: {sp: 2}", ["--nnodes", "2"], "several nodes need --rdzv-endpoint HOST:PORT"),
         ("parallel: {sp_szie: 2}", [], "unknown key 'sp_szie' in parallel"),
@@ -238,7 +238,7 @@ def test_every_command_has_its_two_functions(name: str) -> None:
 def test_degrees_without_nproc_are_the_product() -> None:
     config = Config.from_mapping({"parallel": {"sp": 2, "tp": 3}})
     degrees = degrees_asked(config, num_nodes=1, per_node=None)
-    assert dataclasses.asdict(degrees) == {"dp": 1, "sp": 2, "tp": 3}
+    assert dataclasses.asdict(degrees) == {"dp": 1, "cfg": 1, "sp": 2, "tp": 3}
     assert degrees_asked(config, num_nodes=2, per_node=6).dp == 2
 
 
@@ -273,7 +273,7 @@ def test_a_launched_process_finds_its_configuration(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ULYSSES_CONFIG", str(QWEN))
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert current_config() == load_config(QWEN)
-    assert dataclasses.asdict(current_degrees()) == {"dp": 1, "sp": 4, "tp": 4}
+    assert dataclasses.asdict(current_degrees()) == {"dp": 1, "cfg": 1, "sp": 4, "tp": 4}
 
 
 def test_any_other_process_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,8 @@ def peers(degrees: tuple[int, int, int], rank: int) -> list[list[int]]:
 
 def release(mesh: DeviceMesh) -> None:
     """Frees the groups that a mesh made, so that a standing worker does not collect them."""
-    for group in {mesh[axis].get_group() for axis in AXES} - {dist.group.WORLD}:
+    names = mesh.mesh_dim_names or ()
+    for group in {mesh[axis].get_group() for axis in names} - {dist.group.WORLD}:
         dist.destroy_process_group(group)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ulysses.gradients import average_gradients as average_gradients
     from ulysses.gradients import clip_grad_norm_ as clip_grad_norm_
     from ulysses.gradients import grad_norm as grad_norm
+    from ulysses.guidance import run_branches as run_branches
     from ulysses.inputs import QueryRows as QueryRows
     from ulysses.inputs import Replicated as Replicated
     from ulysses.loss import Averages as Averages
@@ -79,6 +80,7 @@ _HOMES = {
     "parallelize": "ulysses.parallel",
     "position_ids": "ulysses.sequence",
     "replicated": "ulysses.draws",
+    "run_branches": "ulysses.guidance",
     "shard_batch": "ulysses.sequence",
     "shard_sequence": "ulysses.sequence",
     "shard_tokens": "ulysses.data",

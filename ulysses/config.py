@@ -1,9 +1,10 @@
 """What a run is asked to be: typed, frozen, and checked before any process or group exists.
 
-    parallel:                     # dp * sp * tp ranks, tp innermost
+    parallel:                     # dp * cfg * sp * tp ranks, tp innermost
       sp: 4                       # ranks that share one sequence, or auto
       tp: 2                       # ranks that share one layer's weights and heads, or auto
       dp: 1                       # ranks with sequences of their own, or auto (what is left)
+      cfg: 1                      # 2: ranks for each branch of a guided diffusion step
       kv_replication: false       # true: tp may exceed num_kv_heads, each then on several tp ranks
     attention:
       backend: auto               # the local kernel, by name
@@ -29,12 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Literal
 
 from ulysses import strict_yaml
-from ulysses.degrees import Degrees, check_count, divisors, fit, listed
+from ulysses.degrees import GUIDED_AXES, Degrees, check_cfg, check_count, divisors, fit, listed
 
 Degree = int | Literal["auto"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -47,12 +48,14 @@ class ParallelConfig:
     sp: Degree = 1
     tp: Degree = 1
     dp: Degree = "auto"
+    cfg: int = 1
     kv_replication: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sp", "tp", "dp"):
             if (value := getattr(self, name)) != "auto":
                 check_count(f"parallel.{name}", value, or_else=", or auto")
+        check_cfg("parallel.cfg", self.cfg)
         _check_bool("parallel.kv_replication", self.kv_replication)
 
 
@@ -143,20 +146,21 @@ class Config:
         Raises ValueError when the degrees or the model's heads don't fit, with what would.
         """
         check_count("num_ranks", num_ranks)
-        given = {"dp": self.parallel.dp, "sp": self.parallel.sp, "tp": self.parallel.tp}
+        given = {axis: getattr(self.parallel, axis) for axis in GUIDED_AXES}
         counts = {name: 1 if value == "auto" else value for name, value in given.items()}
         rest = self.takes_the_rest()
         if rest in ("sp", "tp"):
-            others = counts["dp"] * counts["sp"] * counts["tp"]
+            others = prod(counts.values())
             if num_ranks % others:
-                names = "*".join(axis for axis in ("dp", "sp", "tp") if axis != rest)
+                axes = Degrees(**counts).axes
+                names = "*".join(axis for axis in axes if axis != rest)
                 raise ValueError(
                     f"{names}={others} does not divide world {num_ranks}, so nothing whole is left "
                     f"for {rest}=auto: start {others} ranks or a multiple of that, or lower one"
                 )
             counts[rest] = num_ranks // others
         dp = None if rest == "dp" else counts["dp"]
-        degrees = fit(num_ranks, sp=counts["sp"], tp=counts["tp"], dp=dp)
+        degrees = fit(num_ranks, sp=counts["sp"], tp=counts["tp"], dp=dp, cfg=counts["cfg"])
         self._check(sp=degrees.sp, tp=degrees.tp)
         return degrees
 
@@ -167,7 +171,8 @@ class Config:
 
     def explain(self, degrees: Degrees) -> str:
         """Why `degrees`, and what they make of the model's heads, in one line."""
-        said = f"{degrees.num_ranks} ranks = dp {degrees.dp} x sp {degrees.sp} x tp {degrees.tp}"
+        sizes = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in degrees.axes)
+        said = f"{degrees.num_ranks} ranks = {sizes}"
         if rest := self.takes_the_rest():
             said += f"; {rest} takes what the others leave"
         if self.model is None:

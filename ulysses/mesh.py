@@ -1,4 +1,4 @@
-"""The device mesh (dp, sp, tp), and the process groups that carry it.
+"""The device mesh (dp, sp, tp), with cfg behind dp if asked for, and the groups that carry it.
 
     mesh = ulysses.init_mesh(sp=4, tp=2)  # under `ulysses launch` or torchrun; dp is what is left
     attn = ulysses.UlyssesAttention(mesh["sp"])
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ulysses.degrees import AXES, Degrees, check_count, fit
+from ulysses.degrees import Degrees, check_cfg, check_count, fit
 
 # In the order in which `detect_device_type` prefers them.
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -28,12 +28,15 @@ def init_mesh(
     sp: int | None = 1,
     tp: int | None = 1,
     dp: int | None = None,
+    cfg: int | None = 1,
     device_type: str | None = None,
     timeout: timedelta | None = None,
 ) -> DeviceMesh:
     """The mesh of all ranks with axes (dp, sp, tp), tp innermost.
 
-    sp, tp: ranks along the axis; None is 1. dp: None is what they leave of the world.
+    sp, tp: ranks along the axis; None is 1. dp: None is what they leave of the world. cfg: 2 gives
+    the mesh an axis "cfg" behind dp, of the two branches of a guided diffusion step
+    (`ulysses.run_branches`).
     device_type: npu, cuda or cpu; by default that of the process group if one exists, else the
     first that this machine has. timeout: of a collective; by default the backend's.
 
@@ -47,6 +50,7 @@ def init_mesh(
     """
     sp = check_count("sp", 1 if sp is None else sp)
     tp = check_count("tp", 1 if tp is None else tp)
+    cfg = check_cfg("cfg", 1 if cfg is None else cfg)
     if dp is not None:
         check_count("dp", dp)
     if dist.is_initialized():
@@ -54,12 +58,13 @@ def init_mesh(
     else:
         device_type = detect_device_type() if device_type is None else device_type
         _start_world(device_type, timeout)
-    degrees = fit(dist.get_world_size(), sp=sp, tp=tp, dp=dp)
+    degrees = fit(dist.get_world_size(), sp=sp, tp=tp, dp=dp, cfg=cfg)
     groups = _groups(degrees, timeout)
     if device_type == "npu":
         _warm_up(groups, device_type)
-    ranks = torch.arange(degrees.num_ranks).view(degrees.dp, degrees.sp, degrees.tp)
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
+    sizes = [getattr(degrees, axis) for axis in degrees.axes]
+    ranks = torch.arange(degrees.num_ranks).view(sizes)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=degrees.axes)
 
 
 def detect_device_type() -> str:
@@ -144,7 +149,7 @@ def _groups(degrees: Degrees, timeout: timedelta | None) -> list[dist.ProcessGro
     assert world is not None
     found = {degrees.num_ranks: world}
     groups = []
-    for axis in AXES:
+    for axis in degrees.axes:
         size = getattr(degrees, axis)
         if size == 1 and size not in found:
             found[size] = dist.new_group(
