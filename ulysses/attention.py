@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,14 @@ from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 # ones are sent one by one, the next packed while the last is under way.
 _FUSE_BELOW_BYTES = 1 << 21
 _MOST_PLANS = 1024
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _in_eager(method: _Method) -> _Method:
+    """Left alone by torch.compile, which would guard and break in each line of the planning."""
+    reason = "attention over ranks is planned on the host, around collectives and one kernel"
+    left_alone: _Method = torch.compiler.disable(method, reason=reason)
+    return left_alone
 
 
 class UlyssesAttention(nn.Module):
@@ -69,6 +77,7 @@ class UlyssesAttention(nn.Module):
         self.check = check
         self.tiling: Tiling | None = None
 
+    @_in_eager
     def forward(
         self,
         query: Tensor,
@@ -133,6 +142,7 @@ class UlyssesAttention(nn.Module):
         )
         return out
 
+    @_in_eager
     def with_lse(
         self,
         query: Tensor,
@@ -153,6 +163,7 @@ class UlyssesAttention(nn.Module):
             lse = refusing_gradients(lse, out)
         return out, lse
 
+    @_in_eager
     def joint(
         self,
         query: Tensor,
