@@ -3,8 +3,8 @@
 BSND and BNSD name every axis, so that the operator compares the head count it is told with the one
 it sees. BSH and SBH hide the head axis inside the last one: a wrong head count is then accepted and
 the answer is silently wrong, which is why they are not offered here. What the exchange delivers,
-[S, B, H, D] in memory, is BSND of one batch with B*H heads. TND and NTD, for sequences of several
-lengths, never save a copy where all lengths are equal, and take fewer head dims and modes.
+[S, B, H, D] in memory, is BSND of one batch with B*H heads, and TND. That is for sequences of
+several lengths, one after the other: it takes fewer head dims and modes, and several calls in one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_ROW = 65534  # elements of one row's heads, N*D, in BSND
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One order of axes; `folds_batch` runs the batch as more heads of a single sequence."""
+    """One order of axes; `folds_batch` runs the batch as more heads of one row of sequences."""
 
     name: str
     heads_dim: int
@@ -39,12 +39,16 @@ class Layout:
         if width > tensor.shape[3]:
             ordered = functional.pad(ordered, (0, width - tensor.shape[3]))
         ordered = ordered.contiguous()
-        return ordered.flatten(1, 2).unsqueeze(0) if self.folds_batch else ordered
+        if not self.folds_batch:
+            return ordered
+        folded = ordered.flatten(1, 2)  # [S, B*H, D]
+        return folded if self.name == "TND" else folded.unsqueeze(0)
 
     def restore(self, tensor: Tensor, batch: int, width: int) -> Tensor:
         """The operator's output as [B, S, H, width], a view."""
         if self.folds_batch:
-            tensor = tensor.squeeze(0).unflatten(1, (batch, tensor.shape[2] // batch))
+            folded = tensor if self.name == "TND" else tensor.squeeze(0)
+            tensor = folded.unflatten(1, (batch, folded.shape[1] // batch))
         return self._ordered(tensor)[..., :width]
 
     def restore_rows(self, rows: Tensor, batch: int) -> Tensor:
@@ -63,6 +67,7 @@ class Layout:
 _BSND = Layout("BSND", heads_dim=2)
 _SBND = Layout("BSND", heads_dim=2, folds_batch=True)
 _BNSD = Layout("BNSD", heads_dim=1)
+TND = Layout("TND", heads_dim=1, folds_batch=True)
 
 
 def choose_layout(query: Tensor, key: Tensor, value: Tensor, *, may_fold: bool) -> Layout:

@@ -88,11 +88,6 @@ def refusals(problem: Problem, operator: torch._ops.OpOverload) -> Iterator[str]
             f"num_queries={problem.num_queries}, num_keys={problem.num_keys}: {name} takes at "
             f"most {_MAX_LENGTH[name]} rows; split the sequence over several calls"
         )
-    if problem.sinks and problem.requires_grad:
-        yield (
-            f"sinks with gradients: {name} gives none through its softmax statistics; run this "
-            "under torch.no_grad(), or use backend='sdpa' on CPU or CUDA"
-        )
     if not 0.0 <= problem.dropout_p < 1.0:
         yield f"dropout_p={problem.dropout_p}: {name} takes 0 <= dropout_p < 1"
 

@@ -21,15 +21,17 @@ from ulysses.backends.base import Dropout
 INFERENCE = "npu_fused_infer_attention_score"
 TRAINING = "npu_fusion_attention"
 
+_INFERENCE_STEP = 16  # elements of 2 bytes
 # Bit 1 of FIA's inner_precise, and FA's whole value 2: rows that see nothing give zeros. Without it
 # they give the average of all values.
 _ZERO_EMPTY_ROWS = 2
 
 
 class Call(NamedTuple):
-    """What both operators are asked: laid-out tensors [B, S, N, D] or [B, N, S, D], and options.
+    """What both operators are asked: tensors [B, S, N, D], [B, N, S, D] or [T, N, D], and options.
 
     `mask` hides where it is True; `bias` [B|1, N, Sq, Sk] is added in the operator's own way.
+    `query_ends` and `key_ends` are for layout TND: where in T each sequence ends.
     """
 
     query: Tensor
@@ -39,7 +41,13 @@ class Call(NamedTuple):
     scale: float
     sparse: SparseArguments
     mask: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None = None
+    query_ends: tuple[int, ...] | None = None
+    key_ends: tuple[int, ...] | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[self.layout.heads_dim]
 
     @property
     def inner_precise(self) -> int:
@@ -59,6 +67,17 @@ def load_operators() -> None:
         ) from error
 
 
+def lay_out(
+    name: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, H, D] tensors in a layout, with head dims that the operator takes."""
+    width = max(query.shape[3], value.shape[3])
+    value_width = value.shape[3]
+    if name == INFERENCE:  # one head dim for all three, in steps of 32 bytes
+        width = value_width = -(-width // _INFERENCE_STEP) * _INFERENCE_STEP
+    return layout.lay(query, width), layout.lay(key, width), layout.lay(value, value_width)
+
+
 def infer(operator: Any, call: Call, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """The inference operator: output in the call's layout, and the LSE [B, N, Sq] if asked for.
 
@@ -68,12 +87,14 @@ def infer(operator: Any, call: Call, *, with_lse: bool) -> tuple[Tensor, Tensor 
         call.query,
         call.key,
         call.value,
-        num_heads=call.query.shape[call.layout.heads_dim],
+        num_heads=call.num_heads,
         num_key_value_heads=call.key.shape[call.layout.heads_dim],
         input_layout=call.layout.name,
         scale=call.scale,
         pse_shift=call.bias,
         atten_mask=call.mask,
+        actual_seq_lengths=call.query_ends,
+        actual_seq_lengths_kv=call.key_ends,
         sparse_mode=call.sparse.mode,
         pre_tokens=call.sparse.pre_tokens,
         next_tokens=call.sparse.next_tokens,
@@ -91,26 +112,45 @@ def train(
     Its autograd formula drops a gradient that arrives at the softmax statistics without a word, so
     the LSE is detached from the graph.
     """
-    with _own_stream(call.query.device, dropout):
-        out, softmax_max, softmax_sum, *_ = operator(
-            call.query,
-            call.key,
-            call.value,
-            call.query.shape[call.layout.heads_dim],
-            call.layout.name,
-            pse=call.bias,
-            atten_mask=call.mask,
-            scale=call.scale,
-            keep_prob=1.0 - (dropout.p if dropout else 0.0),
-            pre_tockens=call.sparse.pre_tokens,
-            next_tockens=call.sparse.next_tokens,
-            inner_precise=call.inner_precise,
-            sparse_mode=call.sparse.mode,
-        )
+    out, largest, total, *_ = run_training(operator, call, dropout)
     if not with_lse:
         return out, None
     # Eight equal columns hold each row's statistics.
-    return out, softmax_max.detach()[..., 0] + softmax_sum.detach()[..., 0].log()
+    return out, largest.detach()[..., 0] + total.detach()[..., 0].log()
+
+
+def run_training(operator: Any, call: Call, dropout: Dropout | None) -> tuple[Any, ...]:
+    """All that it returns: output, softmax maximum and sum, nothing, seed, offset, count."""
+    with _own_stream(call.query.device, dropout):
+        results: tuple[Any, ...] = operator(
+            call.query,
+            call.key,
+            call.value,
+            call.num_heads,
+            call.layout.name,
+            scale=call.scale,
+            keep_prob=keep_prob(dropout),
+            **training_options(call),
+        )
+    return results
+
+
+def keep_prob(dropout: Dropout | None) -> float:
+    return 1.0 - (dropout.p if dropout else 0.0)
+
+
+def training_options(call: Call) -> dict[str, Any]:
+    """What the training operator and its gradient call by the same names."""
+    return {
+        "pse": call.bias,
+        "atten_mask": call.mask,
+        "actual_seq_qlen": call.query_ends,
+        "actual_seq_kvlen": call.key_ends,
+        "pre_tockens": call.sparse.pre_tokens,
+        "next_tockens": call.sparse.next_tokens,
+        "inner_precise": call.inner_precise,
+        "sparse_mode": call.sparse.mode,
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is made of the operators' results, row by row: empty rows, and attention sinks."""
+"""What is made of the operators' results where a row sees nothing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,3 @@ def without_empty_rows(
         lse[:, : rows.start] = -torch.inf
         lse[:, rows.stop :] = -torch.inf
     return out, lse
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Sinks [H] take their part of each row's weight afterwards: exact, where no gradient is asked.
-
-    The operators' own argument for them came late (torch_npu 2.9, CANN 8.5) and to one of the two.
-    """
-    sinks = sinks.float()
-    kept = torch.sigmoid(lse - sinks).unsqueeze(3)
-    return (out * kept).to(out.dtype), lse.logaddexp(sinks)

@@ -17,6 +17,7 @@ band that shows nothing at all (`sparse_arguments` is not asked about those).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ulysses.backends.base import Band
@@ -57,6 +58,51 @@ def sparse_arguments(band: Band, num_queries: int, num_keys: int) -> SparseArgum
         next_tokens = num_queries if band.upper is None else band.upper - corner
     empty = len(rows_with_keys(band, num_queries, num_keys)) < num_queries
     return SparseArguments(mode, pre_tokens, next_tokens, empty)
+
+
+def shared_arguments(rectangles: Iterable[tuple[Band, int, int]]) -> SparseArguments | None:
+    """The mode and tokens for bands of (num_queries, num_keys), each from its own corner.
+
+    None where no one mode shows all of them, or some row sees no key.
+    """
+    before, after = _Side(), _Side()
+    for band, num_queries, num_keys in rectangles:
+        if len(rows_with_keys(band, num_queries, num_keys)) < num_queries:
+            return None
+        corner = num_keys - num_queries
+        band = band.clipped(num_queries, num_keys)
+        before.add(None if band.lower is None else corner - band.lower, open_from=num_keys - 1)
+        after.add(None if band.upper is None else band.upper - corner, open_from=num_queries - 1)
+    if not (before.agrees and after.agrees):
+        return None
+    if not (before.tokens or after.tokens):
+        return SparseArguments(0, _UNBOUNDED, _UNBOUNDED, has_empty_rows=False)
+    if not before.tokens and after.tokens == {0}:
+        return SparseArguments(3, _UNBOUNDED, _UNBOUNDED, has_empty_rows=False)
+    return SparseArguments(4, before.value, after.value, has_empty_rows=False)
+
+
+class _Side:
+    """What several bands ask of pre_tokens, or of next_tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: set[int] = set()
+        self.open_from = 0  # a band that is open here needs as many
+
+    def add(self, tokens: int | None, *, open_from: int) -> None:
+        if tokens is None:
+            self.open_from = max(self.open_from, open_from)
+        else:
+            self.tokens.add(tokens)
+
+    @property
+    def agrees(self) -> bool:
+        """True if one number, not negative, does for all."""
+        return len(self.tokens) < 2 and self.value >= self.open_from
+
+    @property
+    def value(self) -> int:
+        return next(iter(self.tokens), self.open_from)
 
 
 def rows_with_keys(band: Band, num_queries: int, num_keys: int) -> range:

@@ -86,6 +86,15 @@ def _clamped_sum(rows: range, offset: int, top: int) -> int:
     return rising + (rows.stop - rising_to) * top
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows that see a band of an interval of keys; the band counts from its corner."""
+
+    queries: range
+    keys: range
+    band: Band = Band()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One local call as plain data: sizes, dtype and options, for any rank's tile."""
@@ -171,6 +180,12 @@ class LocalAttention(Protocol):
     A kernel may also have `attend_with_lse`, with the same arguments, which returns the output and
     the log-sum-exp [B, Sq, H] of each row's scores: natural logarithm, float32 at least, -inf for
     a row that sees no key. If gradients flow through that, it says `lse_has_gradient = True`.
+
+    And it may have `attend_pieces`, with a sequence `pieces` of `Piece` in the place of `band`:
+    packed documents, say, in one call of its operator. They cover the rows in order; one without
+    keys sees nothing. The other arguments are those of a call for all rows and keys. It returns
+    the output, or None for pieces that it has no such call for: each is then a call of its own,
+    and has been accepted as one by `unsupported`.
     """
 
     @property

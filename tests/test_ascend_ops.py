@@ -15,6 +15,7 @@ from ulysses.backends.ascend_operators import INFERENCE, TRAINING
 from ulysses.conformance import CASES, reference_attention
 from ulysses.conformance_checks import Subject
 from ulysses.conformance_dropout import check_dropout
+from ulysses.conformance_pieces import check_pieces
 from ulysses.testing import check_backend
 
 CPU = torch.device("cpu")
@@ -32,14 +33,10 @@ def _one_thread():
 
 def test_ascend_passes_the_kit():
     report = check_backend("ascend")
-    with_sinks = sum(case.sinks for case in CASES)
-    assert len(report.passed) == 3 * (2 * len(CASES) + 6 - with_sinks)
-    float64, rest = [], []
-    for name, reason in report.refused:
-        (float64 if name.startswith("float64") else rest).append(reason)
-    assert len(float64) == 2 * len(CASES) + 6
-    assert len(rest) == 3 * with_sinks
-    assert all(reason.startswith("sinks with gradients: ") for reason in rest)
+    num_checks = 2 * len(CASES) + 7
+    assert len(report.passed) == 3 * num_checks
+    assert len(report.refused) == num_checks
+    assert all(name.startswith("float64") for name, _ in report.refused)
 
 
 @pytest.mark.parametrize("version", npu_ops.SCHEMAS)
@@ -49,11 +46,18 @@ def test_every_recorded_version_takes_our_calls(version):
     npu_ops.install(namespace, version)
     subject = Subject(AscendAttention(namespace), CPU, torch.bfloat16)
     for case in CASES:
-        if case.name in ("grouped heads", "causal window", "memory SBHD", "float mask, window"):
+        if case.name in (
+            "grouped heads",
+            "causal window",
+            "memory SBHD",
+            "float mask, window",
+            "sinks",
+        ):
             subject.check_forward(case)
             subject.check_backward(case)
     subject.check_log_sum_exp()
     check_dropout(subject)
+    check_pieces(subject)
 
 
 def test_recorded_schemas_are_those_that_the_wheels_were_seen_to_have():
@@ -159,10 +163,6 @@ def test_a_layout_that_hides_the_heads_is_never_used():
         ({"batch": 70_000}, "batch=70000: .* at most 65536"),
         ({"num_keys": 2**20 + 1, "requires_grad": True}, "num_keys=1048577: .* most 1048576 rows"),
         ({"num_queries": 20_971_521}, "num_queries=20971521, .* at most 20971520 rows"),
-        (
-            {"sinks": True, "requires_grad": True},
-            "sinks with gradients: npu_fusion_attention",
-        ),
         ({"dropout_p": 1.0}, "dropout_p=1.0: npu_fusion_attention takes 0 <= dropout_p < 1"),
     ],
 )

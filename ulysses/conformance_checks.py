@@ -123,7 +123,7 @@ class Subject:
             return self.kernel(query, key, value, band=case.band, scale=case.scale, **options)
 
         try:
-            self._expect_accepted(
+            self.expect_accepted(
                 case, requires_grad=requires_grad, dropout_p=dropout.p if dropout else 0.0
             )
         except Refused as refusal:
@@ -208,7 +208,7 @@ class Subject:
             raise Refused(reasons[0])
         return accepted
 
-    def _expect_accepted(self, case: Case, *, requires_grad: bool, dropout_p: float = 0.0) -> None:
+    def expect_accepted(self, case: Case, *, requires_grad: bool, dropout_p: float = 0.0) -> None:
         problem = case.problem(
             self.dtype, self.device.type, requires_grad=requires_grad, dropout_p=dropout_p
         )

@@ -2,7 +2,7 @@
 
 Causal attention, sliding windows, packed documents and prefix-LM are all rows cut into pieces, each
 of which sees a band of one interval of keys. The tiling computes what a tile needs from that, and
-a kernel is called once a piece, with a band that it may have a flag for.
+a kernel is called once a piece, with a band that it may have a flag for, or once for all pieces.
 """
 
 from __future__ import annotations
@@ -13,18 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from ulysses.backends.base import Band
+from ulysses.backends.base import Band, Piece
 
 NO_KEYS = range(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows that see a band of an interval of keys; the band counts from its corner."""
-
-    queries: range
-    keys: range
-    band: Band = Band()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ulysses.backends.registry import get_backend
 from ulysses.conformance import CASES
 from ulysses.conformance_checks import Refused, Subject
 from ulysses.conformance_dropout import check_dropout
+from ulysses.conformance_pieces import check_pieces
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,6 +90,8 @@ def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "no mask where none is announced", subject.check_mask_claims
     yield "log-sum-exp", subject.check_log_sum_exp
     yield "dropout", partial(check_dropout, subject)
+    if hasattr(subject.kernel, "attend_pieces"):
+        yield "rows in pieces", partial(check_pieces, subject)
 
 
 def _run(report: Report, name: str, check: Callable[[], None]) -> None:

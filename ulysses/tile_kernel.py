@@ -1,20 +1,42 @@
-"""The local kernel on one rank's tile: once for each piece of rows and each even run of heads."""
+"""The local kernel on one rank's tile: for each even run of heads, once a piece of rows.
+
+A kernel that can takes all pieces of a run at once (`LocalAttention` in ulysses.backends.base).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses.backends.base import Alibi, Dropout, LocalAttention, cut_mask, no_attention, nothing
-from ulysses.structure import NO_KEYS, Piece, Structure
+from ulysses.backends.base import (
+    Alibi,
+    Dropout,
+    LocalAttention,
+    Piece,
+    cut_mask,
+    no_attention,
+    nothing,
+)
+from ulysses.structure import NO_KEYS, Structure
 from ulysses.tiling import Tile
 
-# (query, key, value, **arguments) to the output, or the output and the log-sum-exp.
-Attend = Callable[..., tuple[Tensor, ...]]
+_Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """What a tile asks of its kernel, called with (query, key, value, **arguments).
+
+    `piece` gives the output, or the output and the log-sum-exp, of rows that see one band;
+    `pieces`, where the kernel has it, the output of all at once, or None where it can not.
+    """
+
+    piece: Callable[..., tuple[Tensor, ...]]
+    pieces: Callable[..., Tensor | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +57,65 @@ class Options:
 
 
 def attend_tile(
-    attend: Attend,
-    tile: Tile,
-    structure: Structure,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    options: Options,
+    attend: Attend, tile: Tile, structure: Structure, tensors: _Tensors, options: Options
 ) -> tuple[Tensor, ...]:
     """[B, Sq, h, D], [B, Sk, hkv, D] and [B, Sk, hkv, Dv] of a tile to what `attend` gives."""
     pieces = structure.within(tile.queries) or [Piece(tile.queries, NO_KEYS)]
-    runs = tile.runs or ((range(0), range(0)),)
-    rows = []
-    for piece in pieces:
-        query, key, value = (
-            tensor[:, part.start - whole.start : part.stop - whole.start]
-            for tensor, part, whole in zip(
-                tensors,
-                (piece.queries, piece.keys, piece.keys),
-                (tile.queries, tile.keys, tile.keys),
-                strict=True,
-            )
+    query, key, value = tensors
+    runs = []
+    for heads, kv_heads in tile.runs or ((range(0), range(0)),):
+        of_run = (
+            query[:, :, heads.start : heads.stop],
+            key[:, :, kv_heads.start : kv_heads.stop],
+            value[:, :, kv_heads.start : kv_heads.stop],
         )
-        parts = [
-            attend(
-                query[:, :, heads.start : heads.stop],
-                key[:, :, kv_heads.start : kv_heads.stop],
-                value[:, :, kv_heads.start : kv_heads.stop],
-                band=piece.band,
-                **_arguments(tile, piece, heads, options),
-            )
-            for heads, kv_heads in runs
-        ]
-        rows.append(_joined(parts, dim=2))
-    return _joined(rows, dim=1)
+        together = _together(attend, tile, pieces, heads, of_run, options)
+        if together is None:
+            rows = [_apart(attend, tile, piece, heads, of_run, options) for piece in pieces]
+            runs.append(_joined(rows, dim=1))
+        else:
+            runs.append((together,))
+    return _joined(runs, dim=2)
+
+
+def _together(
+    attend: Attend,
+    tile: Tile,
+    pieces: list[Piece],
+    heads: range,
+    tensors: _Tensors,
+    options: Options,
+) -> Tensor | None:
+    """All pieces of a run of heads in one call, if there are several and the kernel can."""
+    if attend.pieces is None or len(pieces) == 1 or not all(tensor.numel() for tensor in tensors):
+        return None
+    whole = Piece(tile.queries, tile.keys)
+    arguments = _arguments(tile, whole, heads, options)
+    return attend.pieces(*tensors, pieces=[_within(piece, whole) for piece in pieces], **arguments)
+
+
+def _apart(
+    attend: Attend, tile: Tile, piece: Piece, heads: range, tensors: _Tensors, options: Options
+) -> tuple[Tensor, ...]:
+    """One piece of a run of heads."""
+    own = _within(piece, Piece(tile.queries, tile.keys))
+    query, key, value = (
+        tensor[:, part.start : part.stop]
+        for tensor, part in zip(tensors, (own.queries, own.keys, own.keys), strict=True)
+    )
+    arguments = _arguments(tile, piece, heads, options)
+    return attend.piece(query, key, value, band=piece.band, **arguments)
+
+
+def _within(piece: Piece, whole: Piece) -> Piece:
+    """The piece, counted from the whole's first row and key."""
+    row, column = whole.queries.start, whole.keys.start
+    queries, keys = piece.queries, piece.keys
+    return replace(
+        piece,
+        queries=range(queries.start - row, queries.stop - row),
+        keys=range(keys.start - column, keys.stop - column) if keys else NO_KEYS,
+    )
 
 
 def output_of(backend: LocalAttention) -> Attend:
@@ -77,7 +126,7 @@ def output_of(backend: LocalAttention) -> Attend:
             return (no_attention(query, key, value, *_learned(arguments)),)
         return (backend(query, key, value, **arguments),)
 
-    return attend
+    return Attend(attend, getattr(backend, "attend_pieces", None))
 
 
 def output_and_lse_of(backend: LocalAttention) -> Attend:
@@ -86,7 +135,8 @@ def output_and_lse_of(backend: LocalAttention) -> Attend:
     Whether that has a gradient is the same for every tile, empty or not: all ranks exchange it.
     Raises ValueError for a kernel that has no log-sum-exp.
     """
-    with_lse: Attend | None = getattr(backend, "attend_with_lse", None)
+    with_lse: Callable[..., tuple[Tensor, Tensor]] | None
+    with_lse = getattr(backend, "attend_with_lse", None)
     if with_lse is None:
         raise ValueError(
             f"backend {backend.name!r} has no attend_with_lse, so it can not give the log-sum-exp; "
@@ -103,7 +153,7 @@ def output_and_lse_of(backend: LocalAttention) -> Attend:
             lse = _lse_of_nothing(query, arguments.get("sinks")) + nothing(query, key, *learned)
         return out, lse if has_gradient else lse.detach()
 
-    return attend
+    return Attend(attend)
 
 
 def refusing_gradients(lse: Tensor, link: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ulysses.conformance_dropout import check_dropout
 
 KERNEL = "ulysses.backends.ascend"
 OPERATORS, MASK, SPARSE = f"{KERNEL}_operators", f"{KERNEL}_mask", f"{KERNEL}_sparse"
-HEADS = "call.query.shape[call.layout.heads_dim]"
+HEADS = "call.num_heads"
 _CASES = {case.name: case for case in CASES}
 
 

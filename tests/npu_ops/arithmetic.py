@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,18 @@ def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
         return tensor.permute(2, 0, 1, 3).flatten(2).contiguous()
     bsnd = tensor.transpose(1, 2).contiguous()
     return bsnd.flatten(2) if layout == "BSH" else bsnd
+
+
+def entries(ends: Sequence[int], key_ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """The rows and keys of each sequence of a TND call, from where they end."""
+    rows, keys = (pairwise([0, *given]) for given in (ends, key_ends))
+    for row, key in zip(rows, keys, strict=True):
+        yield slice(*row), slice(*key)
+
+
+def alone(tensor: Tensor, part: slice) -> Tensor:
+    """[T, N, D] to one sequence's [1, N, S, D], a view."""
+    return tensor[part].transpose(0, 1).unsqueeze(0)
 
 
 def hidden_keys(

@@ -8,12 +8,21 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tests.npu_ops.arithmetic import from_bnsd, hidden_keys, is_triangle, shared, to_bnsd, weights
+from tests.npu_ops.arithmetic import (
+    alone,
+    entries,
+    from_bnsd,
+    hidden_keys,
+    is_triangle,
+    shared,
+    to_bnsd,
+    weights,
+)
 
-_LAYOUTS = ("BSH", "BSND", "BNSD")
+_LAYOUTS = ("BSH", "BSND", "BNSD", "TND")
 _KNOWN_LAYOUTS = (
     *_LAYOUTS,
-    *("TND", "NTD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND", "BSH_NBSD", "BSND_NBSD"),
+    *("NTD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND", "BSH_NBSD", "BSND_NBSD"),
     *("BNSD_NBSD", "TND_NTD", "NSD"),
 )
 _CANN_NAMES = {torch.float32: "DT_FLOAT", torch.float64: "DT_DOUBLE"}
@@ -28,14 +37,17 @@ _PLAIN_OPTIONS = {
     "inner_precise",
     "softmax_lse_flag",
 }
+_PACKED_OPTIONS = {"actual_seq_lengths", "actual_seq_lengths_kv"}
 _TENSORS = ("query", "key", "value", "atten_mask", "pse_shift")
 
 
 def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """Inference attention: (output, LSE [B, N, Sq, 1] or an empty tensor)."""
     _check_modelled(a)
-    kv_heads = a.num_key_value_heads or a.num_heads  # 0 means "as many as num_heads", not "as key"
     _check_layout(a)
+    if a.input_layout == "TND":
+        return _packed(a)
+    kv_heads = a.num_key_value_heads or a.num_heads  # 0 means "as many as num_heads", not "as key"
     query = to_bnsd(a.query, a.input_layout, a.num_heads)
     key, value = (to_bnsd(t, a.input_layout, kv_heads) for t in (a.key, a.value))
     _check_tensors(a, query, key, value)
@@ -53,26 +65,58 @@ def fused_infer_attention_score(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
             query.shape[2],
             key.shape[2],
         )
-    # Modes 2 to 4 know from their geometry that a row is empty and handle it unasked.
-    zero_empty_rows = a.sparse_mode >= 2 or bool(a.inner_precise & 2)
     bias = None
     if a.pse_shift is not None:
         bias = a.pse_shift[:, :, : query.shape[2], : key.shape[2]].float()
-    probability, largest, total = weights(query, key, a.scale, hidden, zero_empty_rows, bias)
-    out = probability @ shared(value.float(), query)
-    lse = torch.empty(0)
-    if a.softmax_lse_flag:
-        lse = largest + total.log()
-        if (
-            hidden is not None and zero_empty_rows
-        ):  # "inf = invalid data"; the merge of another library wants -inf
-            lse = lse.masked_fill(hidden.all(-1, keepdim=True), torch.inf)
+    out, lse = _attended(a, query, key, value, hidden, bias)
+    lse = lse if a.softmax_lse_flag else torch.empty(0)
     return from_bnsd(out, a.input_layout).to(a.query.dtype), lse
+
+
+def _attended(
+    a: SimpleNamespace,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Float32 output [B, N, Sq, D] and LSE [B, N, Sq, 1]."""
+    # Modes 2 to 4 know from their geometry that a row is empty and handle it unasked.
+    zero_empty_rows = a.sparse_mode >= 2 or bool(a.inner_precise & 2)
+    probability, largest, total = weights(query, key, a.scale, hidden, zero_empty_rows, bias)
+    lse = largest + total.log()
+    if hidden is not None and zero_empty_rows:
+        # "inf = invalid data"; the merge of another library wants -inf
+        lse = lse.masked_fill(hidden.all(-1, keepdim=True), torch.inf)
+    return probability @ shared(value.float(), query), lse
+
+
+def _packed(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """Layout TND: output [T, N, D] and LSE [T, N, 1], each sequence for itself."""
+    _check_packed(a)
+    out, lse = torch.zeros_like(a.query), a.query.new_zeros(*a.query.shape[:2], 1).float()
+    sequences = entries(a.actual_seq_lengths, a.actual_seq_lengths_kv)
+    for number, (rows, keys) in enumerate(sequences):
+        query, key, value = alone(a.query, rows), alone(a.key, keys), alone(a.value, keys)
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        if a.sparse_mode == 3 and num_queries > num_keys:
+            _reject(
+                f"When layout is TND and sparse = 3 ,Batch[{number}], need s1[{num_queries}] <= "
+                f"s2[{num_keys}]."
+            )
+        hidden = hidden_keys(
+            a.sparse_mode, a.pre_tokens, a.next_tokens, a.atten_mask, num_queries, num_keys
+        )
+        own_out, own_lse = _attended(a, query, key, value, hidden)
+        out[rows], lse[rows] = (own.squeeze(0).transpose(0, 1) for own in (own_out, own_lse))
+    return out, lse if a.softmax_lse_flag else torch.empty(0)
 
 
 def _check_modelled(a: SimpleNamespace) -> None:
     for name, value in vars(a).items():
         is_option = name in _PLAIN_OPTIONS or name in _TENSORS
+        is_option |= name in _PACKED_OPTIONS and a.input_layout == "TND"
         if not is_option and (isinstance(value, Tensor) or value not in (None, 0)):
             raise NotImplementedError(f"npu_fused_infer_attention_score with {name}={value}")
 
@@ -86,7 +130,7 @@ def _check_layout(a: SimpleNamespace) -> None:
         )
     if a.input_layout not in _LAYOUTS:
         raise NotImplementedError(f"input_layout {a.input_layout}")
-    if a.query.dim() != (3 if a.input_layout == "BSH" else 4):
+    if a.query.dim() != len(a.input_layout):
         raise RuntimeError("query's dim should be consistent with that of Layout")
 
 
@@ -106,6 +150,44 @@ def _check_tensors(a: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor
         _reject(f"D should be 32 bytes aligned, but now D = {head_dim}.")
     if query.shape[0] != key.shape[0] or key.shape != value.shape:
         _reject(f"B and S must agree: {query.shape} {key.shape} {value.shape}")
+
+
+def _check_packed(a: SimpleNamespace) -> None:
+    """CN prompt_flash_attention_tiling.cpp, the TND branch; bfloat16 and two head dims."""
+    if not all(tensor.is_contiguous() for tensor in (a.query, a.key, a.value)):
+        _reject("non-contiguous tensors are not supported")
+    dims = {tensor.shape[2] for tensor in (a.query, a.key, a.value)}
+    if a.query.dtype != torch.bfloat16:
+        _reject("When layout is TND, inputDataType should be bf16")
+    if dims not in ({64}, {128}):
+        _reject(f"When layout is TND, queryD, keyD and valueD {dims} must be same equal 128/64")
+    if a.query.shape[1] != a.num_heads:
+        _reject(
+            f"the values of queryN({a.query.shape[1]}) not equal to Attr the query's heads "
+            f"num({a.num_heads})"
+        )
+    if a.num_heads % a.key.shape[1] or a.num_heads // a.key.shape[1] > 64:
+        _reject(f"queryN({a.num_heads}) should be a multiple of keyN({a.key.shape[1]}), <= 64")
+    _check_ends("query", a.actual_seq_lengths, a.query)
+    _check_ends("key", a.actual_seq_lengths_kv, a.key)
+    if len(a.actual_seq_lengths) != len(a.actual_seq_lengths_kv):
+        _reject("the length of actualSequenceLengthQ and actualSequenceLengthKV must be equal.")
+    if a.sparse_mode not in (0, 3, 4):
+        _reject(f"sparseMode only support 0,3 or 4, but sparseMode = {a.sparse_mode}")
+    if a.sparse_mode == 0 and a.atten_mask is not None:
+        _reject("When Layout is TND, sparseMode = 0 not support attentionMask.")
+    if a.sparse_mode and not is_triangle(a.atten_mask):
+        _reject(f"attenMask must be 2048 x 2048 when sparse_mode is {a.sparse_mode}")
+    if a.pse_shift is not None:
+        _reject("When Layout is TND, not support PSE")
+
+
+def _check_ends(whose: str, ends: list[int] | None, tensor: Tensor) -> None:
+    """Running totals without the leading 0, the last of them T."""
+    if not ends:
+        _reject(f"actualSequenceLength of {whose} is required, but now is nullptr!")
+    if list(ends) != sorted(ends) or ends[-1] != tensor.shape[0]:
+        _reject(f"actualSequenceLength of {whose} must rise to T {tensor.shape[0]}, but is {ends}")
 
 
 def _check_heads(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from tests.npu_ops.arithmetic import from_bnsd, hidden_keys, is_triangle, shared, to_bnsd, weights
+from tests.npu_ops.arithmetic import (
+    entries,
+    from_bnsd,
+    hidden_keys,
+    is_triangle,
+    shared,
+    to_bnsd,
+    weights,
+)
 
 _LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 _COLUMNS = 8  # softmax statistics come as eight equal columns
@@ -16,24 +25,92 @@ _COLUMNS = 8  # softmax statistics come as eight equal columns
 
 def fusion_attention(a: SimpleNamespace) -> tuple[Any, ...]:
     """Training attention: (out, softmax_max, softmax_sum, empty, seed, offset, numels)."""
+    seed = 0
+    if 0.0 < a.keep_prob < 1.0:
+        # OP dropout_gen_mask: the argument `seed` is overwritten by the default generator's.
+        seed = int(torch.randint(1, 2**62, (), generator=torch.default_generator))
+    run = _packed if a.input_layout.upper() == "TND" else _padded
+    out, largest, total, numels = run(a, seed)
+    return out, largest, total, a.query.new_empty(0), seed, 0, numels if seed else 0
+
+
+def _padded(a: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Output, maximum and sum [B, N, Sq, 8], and the number of weights."""
     query, key, value = _checked_bnsd(a)
     hidden = _hidden(a, query, key)
     probability, largest, total = weights(
         query, key, a.scale, hidden, _zeroes_empty_rows(a), _bias(a, a.scale)
     )
-    seed = 0
-    if a.keep_prob < 1.0:
-        # OP dropout_gen_mask: the argument `seed` is overwritten by the default generator's.
-        seed = int(torch.randint(1, 2**62, (), generator=torch.default_generator))
+    if seed:
         probability = probability * _survivors(probability, a.keep_prob, seed)
     out = from_bnsd(probability @ shared(value.float(), query), a.input_layout.upper())
-    statistics = (tensor.repeat(1, 1, 1, _COLUMNS) for tensor in (largest, total))
-    numels = probability.numel() if seed else 0
-    return out.to(a.query.dtype), *statistics, a.query.new_empty(0), seed, 0, numels
+    largest, total = (tensor.repeat(1, 1, 1, _COLUMNS) for tensor in (largest, total))
+    return out.to(a.query.dtype), largest, total, probability.numel()
+
+
+def _packed(a: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Layout TND. The statistics are [T, N, 8] and hold [N, S, 8] of each sequence in turn."""
+    results = [_padded(own, own.seed) for own in _sequences(a, seed)]
+    outs, largest, totals, numbers = zip(*results, strict=True)
+    statistics = (
+        torch.cat([own.flatten() for own in parts]).view(*a.query.shape[:2], _COLUMNS)
+        for parts in (largest, totals)
+    )
+    return torch.cat(outs, 1).squeeze(0), *statistics, sum(numbers)
 
 
 def fusion_attention_grad(a: SimpleNamespace) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and pse, from the saved output and softmax statistics."""
+    if a.input_layout.upper() != "TND":
+        return _padded_grad(a)
+    results = [_padded_grad(own) for own in _sequences(a, a.seed)]
+    *gradients, d_pse, nothing = zip(*results, strict=True)
+    return *(torch.cat(parts, 1).squeeze(0) for parts in gradients), d_pse[0], nothing[0]
+
+
+def _sequences(a: SimpleNamespace, seed: int) -> Iterator[SimpleNamespace]:
+    """The sequences of a TND call, each as a BSND call of its own."""
+    _check_ends("query", a.actual_seq_qlen, a.query)
+    _check_ends("key", a.actual_seq_kvlen, a.key)
+    if len(a.actual_seq_qlen) != len(a.actual_seq_kvlen):
+        _reject("VarLen scene, q is not equal kv.")
+    if a.pse is not None:
+        raise NotImplementedError("pse in layout TND")
+    heads = a.head_num
+    for number, (rows, keys) in enumerate(entries(a.actual_seq_qlen, a.actual_seq_kvlen)):
+        own = SimpleNamespace(**vars(a) | {"input_layout": "BSND", "seed": seed and seed + number})
+        own.actual_seq_qlen = own.actual_seq_kvlen = None
+        for name, part in {"query": rows, "dy": rows, "attention_in": rows, "key": keys}.items():
+            if hasattr(a, name):
+                setattr(own, name, getattr(a, name)[part].unsqueeze(0))
+        own.value = a.value[keys].unsqueeze(0)
+        if hasattr(a, "softmax_max"):
+            for name in ("softmax_max", "softmax_sum"):
+                flat = getattr(a, name).view(-1, _COLUMNS)[rows.start * heads : rows.stop * heads]
+                setattr(own, name, flat.view(1, heads, -1, _COLUMNS))
+        _check_sequence(own, number)
+        yield own
+
+
+def _check_ends(whose: str, ends: list[int] | None, tensor: Tensor) -> None:
+    """Running totals without the leading 0; here nothing may be left behind the last one."""
+    if not ends or list(ends) != sorted(ends) or ends[-1] != tensor.shape[0]:
+        _reject(f"actual_seq_len of {whose} must rise to T {tensor.shape[0]}, but is {ends}")
+
+
+def _check_sequence(a: SimpleNamespace, number: int) -> None:
+    """CN: packed rows that would see no key are refused, where padded ones are given zeros."""
+    if a.atten_mask is None:
+        return
+    rows, keys = a.query.shape[1], a.key.shape[1]
+    following = {3: 0, 4: a.next_tockens}.get(a.sparse_mode)
+    if following is None:
+        raise NotImplementedError(f"sparse_mode {a.sparse_mode} with a mask in layout TND")
+    if rows - following > keys or (a.sparse_mode == 4 and a.pre_tockens < 0):
+        _reject(f"Batch[{number}], s1[{rows}], s2[{keys}], has invalid row.")
+
+
+def _padded_grad(a: SimpleNamespace) -> tuple[Tensor, ...]:
     query, key, value = (tensor.float() for tensor in _checked_bnsd(a))
     layout = a.input_layout.upper()
     d_out, out = (to_bnsd(t, layout, a.head_num).float() for t in (a.dy, a.attention_in))
