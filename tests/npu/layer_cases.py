@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ulysses
 from tests import reference
+from tests.npu_ops.examples import Recorder
 from ulysses.backends.base import Band
 from ulysses.tiling import shard_lengths
 
@@ -86,6 +87,15 @@ def differences(rank: int, num_ranks: int, case: Case, dtype: torch.dtype) -> di
         name: _difference(found[name].cpu().double(), _own(case, name, of_all, lens, rank))
         for name, of_all in expected.items()
     }
+
+
+def operators_called(
+    rank: int, num_ranks: int, case: Case, dtype: torch.dtype
+) -> list[tuple[str, str]]:
+    """Each forward operator that an inference and a training call run, and its layout."""
+    with Recorder() as recorder:
+        differences(rank, num_ranks, case, dtype)
+    return [(name, arguments["input_layout"]) for name, arguments in recorder.calls]
 
 
 def _on_npu(case: Case, whole: Whole, lens: tuple[int, ...], rank: int) -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ def _functions(
     for name, value in names.items():
         if isinstance(value, property):
             value = value.fget
+        if isinstance(value, staticmethod):
+            value = value.__func__
         if inspect.isclass(value) and value.__module__ == module.__name__:
             found |= _functions(dict(vars(value)), module, f"{prefix}{name}.")
         elif isinstance(value, types.FunctionType) and value.__module__ == module.__name__:

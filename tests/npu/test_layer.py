@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.npu.layer_cases import CASES, GRIDS, Case, differences
+from tests.npu.layer_cases import CASES, GRIDS, Case, differences, operators_called
 
 # Units in the last place of the largest value: of float32 sums, and of bfloat16 as rounded inputs
 # of the second product and as results.
@@ -37,3 +37,17 @@ def test_the_layer_equals_one_process_over_eight(npus, name):
 def test_rows_are_split_too(npus, num_ranks, grid, name):
     """Causality of a block of rows counts from its own corner: a band, and seldom mode 3."""
     check(npus, num_ranks, replace(CASES[name], grid=grid), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("num_ranks", "grid"), [(2, (2, 1)), (4, (2, 2))])
+def test_documents_are_one_call(npus, num_ranks, grid):
+    """Three of them, and rows behind, on each rank that has rows of more than one."""
+    case = replace(CASES["documents"], grid=grid, dims=(64, 64))
+    several = 0
+    for called in npus(num_ranks).run(operators_called, case, torch.bfloat16, timeout=TIMEOUT):
+        layouts = [layout for _, layout in called]
+        if "TND" in layouts:
+            several += 1
+            names = ["npu_fused_infer_attention_score", "npu_fusion_attention"]
+            assert called == [(name, "TND") for name in names]
+    assert several >= num_ranks / grid[1]

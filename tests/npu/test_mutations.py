@@ -11,6 +11,7 @@ from ulysses.backends.ascend import AscendAttention
 from ulysses.conformance import CASES
 from ulysses.conformance_checks import Subject
 from ulysses.conformance_dropout import check_dropout
+from ulysses.conformance_pieces import check_pieces
 
 KERNEL = "ulysses.backends.ascend"
 OPERATORS, MASK, SPARSE = f"{KERNEL}_operators", f"{KERNEL}_mask", f"{KERNEL}_sparse"
@@ -80,12 +81,28 @@ MUTATIONS = {
         forward("key padding"),
     ),
     "a bias scaled twice": (
-        Mutation(KERNEL, "over = 1.0 if name == INFERENCE else scale", "over = 1.0"),
+        Mutation(KERNEL, "over = 1.0 if name == INFERENCE else asked.scale", "over = 1.0"),
         backward("float mask"),
     ),
     "the log-sum-exp of empty rows as it comes": (
         Mutation(f"{KERNEL}_rows", "= -torch.inf", "= lse[:, :0]"),
         Subject.check_log_sum_exp,
+    ),
+    "sinks left out of the backward pass": (
+        Mutation(f"{KERNEL}_sinks", "softmax_sum=sums", "softmax_sum=sums * (1 - taken)"),
+        backward("sinks"),
+    ),
+    "a sink's gradient left out": (
+        Mutation(f"{KERNEL}_sinks", "d_sinks = -(taken", "d_sinks = 0 * (taken"),
+        backward("sinks"),
+    ),
+    "packed documents told by their lengths": (
+        Mutation(f"{KERNEL}_packed", "piece.keys.stop for", "len(piece.keys) for"),
+        check_pieces,
+    ),
+    "the sides of packed windows swapped": (
+        Mutation(SPARSE, "(4, before.value, after.value", "(4, after.value, before.value"),
+        check_pieces,
     ),
     "dropout by seed alone": (
         Mutation(
@@ -123,7 +140,7 @@ def test_a_missing_wait_is_seen(asynchronous_npus):
     pool, arguments = asynchronous_npus(2), (CALLS["plain"], torch.float32)
     for found in pool.run(differences, *arguments):
         assert max(found.values()) < 1e-5
-    mutation = Mutation("ulysses.exchange", "self.work.wait()", "pass")
+    mutation = Mutation("ulysses.exchange", "work.wait()", "work")
     for found in pool.run(broken, mutation, differences, *arguments):
         assert not max(found.values()) < 1e-5
 
