@@ -172,7 +172,6 @@ def test_refusals() -> None:
     tokens = ids(5)
     for given, message in (
         ({"labels": tokens}, "was given labels, of which it would make a loss"),
-        ({"use_cache": True}, "use_cache=True: a KV cache of a sharded sequence is not supported"),
         ({"encoder_hidden_states": torch.zeros(2, 3, 24)}, "attends to an encoder's states"),
         ({"logits_to_keep": 1}, "logits_to_keep=1: these would be the last of each rank's"),
         (
@@ -182,7 +181,7 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             model(tokens, **given)
-    with pytest.raises(ValueError, match="as generate"):
+    with pytest.raises(ValueError, match="is wrapped and given this rank's part"):
         model.generate(tokens, max_new_tokens=2)
     model.set_attn_implementation("eager")
     message = "model.layers.0.self_attn (LlamaAttention) ran, but its attention did not reach"

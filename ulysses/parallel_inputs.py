@@ -74,8 +74,16 @@ class _Sharding:
 
         return tree_map_only(Tensor, of_tensor, value)
 
-    def returned(self, out: Any, lens: tuple[int, ...]) -> Any:
-        """The outputs, with every tensor gathered that has this rank's rows if so asked."""
+    def returned(self, out: Any, lens: tuple[int, ...], kept: tuple[int, ...] | None = None) -> Any:
+        """The outputs, with every tensor gathered that has this rank's rows if so asked.
+
+        `kept` are all ranks' numbers of logits where only some were asked for: these few are
+        gathered in any case.
+        """
+        if kept is not None:
+            logits = gather_sequence_sum_grads(out.logits, self.group, dim=1, seq_lens=kept)
+            rest = {name: value for name, value in out.items() if name != "logits"}
+            return type(out)(**self.returned(rest, lens), logits=logits)
         rank, num_ranks = rank_in(process_group(self.group))
         dim = self.seq_dim
 
@@ -101,6 +109,7 @@ def shard_inputs(
     wrap(model, mesh, **options)
     wrapping = wrapping_of(model)
     assert wrapping is not None, "just wrapped"
+    wrapping.cuts_inputs = True
     both = isinstance(mesh, DeviceMesh) and "dp" in (mesh.mesh_dim_names or ())
     group = sequence_group(mesh)
     sharding = _Sharding(
@@ -128,20 +137,32 @@ def _on_whole_inputs(inner: Callable[..., Any], sharding: _Sharding) -> Callable
         given = dict(list(bound.arguments.items())[1:])
         for name in further:
             given |= given.pop(name, {})
+        if any(family.continues(given) for family in families()):
+            return inner(self, *args, **kwargs)
         targets = _targets(self, given)
         count = given.pop("num_items_in_batch", None) if targets is not None else None
         lens = sharding.lens(given)
+        kept = _kept_rows(given, lens, sharding.group)
         own = {name: sharding.part(name, value, lens) for name, value in given.items()}
         rest = {name: own.pop(name) for name in list(own) if name not in kinds}
         bound.arguments = {next(iter(kinds)): self, **own, **dict.fromkeys(further, rest)}
         out = inner(*bound.args, **bound.kwargs)
         if targets is None:
-            return sharding.returned(out, lens)
+            return sharding.returned(out, lens, kept)
         own_targets = shard_sequence(targets, sharding.group, seq_lens=lens)
         loss = _loss(out.logits, own_targets, count, sharding.loss_group)
         return type(out)(**{"loss": loss, **sharding.returned(out, lens)})
 
     return forward
+
+
+def _kept_rows(
+    given: dict[str, Any], lens: tuple[int, ...], group: Group
+) -> tuple[int, ...] | None:
+    """Every rank's number of rows of logits, where only some of the whole are asked for."""
+    rank, _ = rank_in(process_group(group))
+    found = (family.take_rows(given, lens, rank) for family in families())
+    return next((counts for counts in found if counts is not None), None)
 
 
 def _targets(model: nn.Module, given: dict[str, Any]) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ulysses.sharding_plan import ShardingPlan
 from ulysses.wrap_scope import Wrapping
 
 
@@ -32,6 +33,19 @@ class Family(Protocol):
         """Whether `parallelize` may shard this model's inputs, rather than its layers."""
         ...
 
+    def continues(self, inputs: Any) -> bool:
+        """Whether a forward's tokens come behind a cache, so that every rank is given all."""
+        ...
+
+    def take_rows(
+        self, given: dict[str, Any], lens: tuple[int, ...], rank: int
+    ) -> tuple[int, ...] | None:
+        """Every rank's number of rows of logits, if `given` asks for some of the whole only.
+
+        `given` then asks for this rank's.
+        """
+        ...
+
     def take_targets(self, module: nn.Module, given: dict[str, Any]) -> Tensor | None:
         """Whole targets [B, S] of a token loss, from arguments out of which labels are taken."""
         ...
@@ -45,3 +59,12 @@ def families() -> list[Family]:
 
         found.append(huggingface)
     return found
+
+
+def plan_of(module: nn.Module) -> ShardingPlan | None:
+    """What a model of diffusers says of itself that is to be sharded, if that library is loaded."""
+    if "diffusers.models.modeling_utils" not in sys.modules:
+        return None
+    from ulysses.integrations import diffusers
+
+    return diffusers.sharding_plan(module)

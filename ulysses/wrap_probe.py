@@ -157,7 +157,9 @@ def _with_first_changed(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _with_all_as_first(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.narrow(dim, 0, 1).expand_as(tensor).contiguous()
+    """In the whole batch: an output may be as long in that dim as this rank has tokens."""
+    first = tensor.narrow(dim, 0, 1).narrow(1 - dim, 0, 1) if dim < 2 else tensor.narrow(dim, 0, 1)
+    return first.expand_as(tensor).contiguous()
 
 
 def _dim(tensor: Tensor, length: int, seq_dim: int) -> int | None:

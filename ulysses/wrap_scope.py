@@ -19,7 +19,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ulysses.attention import UlyssesAttention
+from ulysses.cache import KVCache
 from ulysses.inputs import QueryRows, Replicated
+from ulysses.sequence import gather_sequence_sum_grads
 from ulysses.wrap_lengths import Lengths
 from ulysses.wrap_policy import Policy
 
@@ -61,6 +63,8 @@ class Wrapping:
     seq_dim: int
     unprobed: set[str] = field(default_factory=set)  # parts whose next forward is probed first
     seen: dict[str, Seen] = field(default_factory=dict)  # by the site's name
+    cuts_inputs: bool = False  # the module is given whole sequences
+    by_plan: bool = False  # rows are in no order of the model's, and masks of this rank's keys
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapping:
         return self
@@ -191,7 +195,12 @@ class Scope:
             keys_and_values = (Replicated(key), Replicated(value))
         elif key.shape[1] != query.shape[1]:
             structure["key_lens"] = self.lengths.of(key, 1, self.site)
-        if isinstance(attn_mask, Tensor) and attn_mask.ndim >= 2:
+        if self.wrapping.by_plan:
+            if is_causal:
+                raise ValueError(f"{self.site} is causal, among rows that are in the ranks' order")
+            if isinstance(attn_mask, Tensor):
+                attn_mask = _of_all_keys(attn_mask, structure["seq_lens"], self)
+        elif isinstance(attn_mask, Tensor) and attn_mask.ndim >= 2:
             attn_mask = _of_own_rows(attn_mask, structure["seq_lens"], query.shape[1])
         # Not only this scope's mode goes: another wrapping's would take the local kernel over.
         with torch._C.DisableTorchFunction():
@@ -199,6 +208,30 @@ class Scope:
                 query, *keys_and_values, attn_mask, dropout_p, is_causal, scale, **structure
             )
         return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend_cached(
+        self,
+        cache: KVCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        **structure: Any,
+    ) -> Tensor:
+        """New tokens, whole on every rank, as `KVCache.attend` takes them: [B, n, H, Dv]."""
+        self.num_calls += 1
+        if dropout_p:
+            raise ValueError(
+                f"{self.site} drops {dropout_p} of its attention to a KV cache, which has no "
+                "dropout: put the model in evaluation mode"
+            )
+        structure = {name: value for name, value in structure.items() if value is not None}
+        self._record(query, key, attn_mask, True, structure)
+        with torch._C.DisableTorchFunction():
+            return cache.attend(query, key, value, attn_mask, scale, **structure)
 
     def _record(
         self, query: Tensor, key: Tensor, mask: Any, is_causal: bool, structure: dict[str, Any]
@@ -268,6 +301,18 @@ def _sdpa(
         attn_mask = attn_mask.unsqueeze(1)
     out: Tensor = scope.attend(q_blhd, k_blhd, v_blhd, attn_mask, dropout_p, is_causal, scale)
     return out.squeeze(2) if heads else out.transpose(1, 2)
+
+
+def _of_all_keys(mask: Tensor, lens: tuple[int, ...], scope: Scope) -> Tensor:
+    """A mask [.., 1, l] of this rank's keys to one of all, [.., 1, S]; a small collective."""
+    if mask.ndim != 4 or mask.shape[-2] != 1:
+        raise ValueError(
+            f"{scope.site} attends with a mask {tuple(mask.shape)}: only a mask of keys, the same "
+            "for all queries, [batch, heads or 1, 1, keys], can be put together from ranks' parts"
+        )
+    bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+    whole = gather_sequence_sum_grads(bits, scope.attention.group, dim=3, seq_lens=lens)
+    return whole.to(mask.dtype)
 
 
 def _of_own_rows(mask: Tensor, lens: tuple[int, ...], length: int) -> Tensor | QueryRows:

@@ -19,12 +19,13 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ulysses import wrap_probe
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import LocalAttention
 from ulysses.wrap_callable import Mesh, sequence_group
-from ulysses.wrap_families import families
+from ulysses.wrap_families import families, plan_of
 from ulysses.wrap_lengths import Lengths, lengths_of_inputs
 from ulysses.wrap_mixers import mixers
 from ulysses.wrap_multihead import multihead_attention
@@ -74,6 +75,11 @@ def wrap(
             "there is ulysses.wrap_function"
         )
     require_unwrapped(module)
+    if plan_of(module) is not None:
+        raise ValueError(
+            f"{type(module).__name__} makes its tokens and positions of whole inputs: use "
+            "ulysses.parallelize(model, mesh), or wrap its layers"
+        )
     found = find_sites(module, replicated, local)
     require_no_mixers(module, handled)
     require_whole_heads(module, found, mesh)
@@ -194,7 +200,9 @@ def rooted(inner: Forward, wrapping: Wrapping) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if wrapping.open_scope() is not None:
             return inner(self, *args, **kwargs)
-        lengths = lengths_of_inputs(wrapping.attention, (args, kwargs), wrapping.seq_dim)
+        lengths = Lengths(wrapping.attention)
+        if not any(family.continues((args, kwargs)) for family in families()):
+            lengths = lengths_of_inputs(wrapping.attention, (args, kwargs), wrapping.seq_dim)
         probe_once("", self, inner, (args, kwargs), wrapping, lengths)
         with wrapping.new_scope(lengths) as scope:
             out = inner(self, *args, **kwargs)
@@ -253,7 +261,11 @@ def require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) -
         return
     num_ranks = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     for name, site in found.items():
-        counts = [count for count in declared_heads(module.get_submodule(name)) if count]
+        part = module.get_submodule(name)
+        split = any(isinstance(parameter, DTensor) for parameter in part.parameters())
+        if split and not hasattr(part, "config"):
+            continue  # a count of its own is what tensor parallelism has left it
+        counts = [count for count in declared_heads(part) if count]
         if any(count % num_ranks for count in counts):
             told = " query and ".join(map(str, counts)) + " key/value heads"
             raise ValueError(

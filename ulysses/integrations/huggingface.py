@@ -19,10 +19,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from ulysses.integrations.huggingface_cache import continues as continues
+from ulysses.integrations.huggingface_cache import give_generation_back, take_generation
 from ulysses.integrations.huggingface_inputs import FACTS, prepared
+from ulysses.integrations.huggingface_inputs import take_rows as take_rows
 from ulysses.integrations.huggingface_labels import shards_inputs as shards_inputs
 from ulysses.integrations.huggingface_labels import take_targets as take_targets
-from ulysses.integrations.huggingface_masks import Visible, read
+from ulysses.integrations.huggingface_masks import Facts, Visible, read
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Wrapping, current_scope
 
@@ -63,10 +66,12 @@ def take_over(module: nn.Module, wrapping: Wrapping) -> None:
     for key in taken:
         own = memo[key]
         own._attn_implementation_internal = _Implementation(own._attn_implementation)
+    take_generation(module, wrapping)
 
 
 def give_back(module: nn.Module) -> None:
     """The implementations that were replaced."""
+    give_generation_back(module)
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, PreTrainedConfig):
@@ -138,6 +143,14 @@ def _attention(
         if asked is not None:
             raise ValueError(f"{scope.site} asks for {name}, which ulysses' attention has not")
     q_blhd, k_blhd, v_blhd = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    facts: Facts | None = scope.notes.get(FACTS)
+    if facts is not None and facts.cache is not None:
+        rows = facts.cache.take_updated(scope.site)
+        seen = {"attn_mask": attention_mask}
+        if isinstance(attention_mask, Visible):
+            seen = attention_mask.behind_a_cache()
+        options = {**seen, "dropout_p": dropout, "scale": scaling, "sinks": s_aux}
+        return scope.attend_cached(rows, q_blhd, k_blhd, v_blhd, **options), None
     attend = functools.partial(
         scope.attend, q_blhd, k_blhd, v_blhd, dropout_p=dropout, scale=scaling, sinks=s_aux
     )

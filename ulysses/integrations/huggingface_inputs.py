@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from ulysses.integrations.huggingface_cache import (
+    ShardedCache,
+    cache_argument,
+    continues,
+    take_cache,
+)
 from ulysses.integrations.huggingface_masks import Facts
 from ulysses.sequence import gather_sequence_slice_grads, position_ids
 from ulysses.wrap_code import names_in
@@ -17,7 +25,6 @@ from ulysses.wrap_scope import Scope
 
 FACTS = "transformers"  # the key of a forward's `Facts` in a scope's notes
 _LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
-_CACHES = ("cache", "past_key_values")
 
 
 def prepared(
@@ -28,18 +35,26 @@ def prepared(
     Leaves the facts in `scope.notes`. Raises ValueError for what can't be right on a shard.
     """
     given = {key: value for key, value in given.items() if value is not None}
-    _refuse_caches(model, given)
+    _refuse_encoder_states(model, given)
     caches = bool(given.get("use_cache", getattr(model.config, "use_cache", False)))
+    cache = take_cache(scope.wrapping, model, given)
     if "use_cache" in signature.parameters:
         given["use_cache"] = False
+    if cache is not None and not scope.neutral:
+        given |= cache_argument(cache, signature.parameters)
     if scope.takes_whole:
+        _refuse_cache_of_whole(model, cache)
         facts = _facts_of_whole(given)
+    elif cache is not None and continues(cache):
+        facts = replace(_facts_of_whole(given), cache=cache)
     else:
         _refuse_of_whole(model, given)
         own, facts = _facts_of_part(scope, model, given)
         given |= own
         if "position_ids" in signature.parameters and "position_ids" not in given:
             given |= _positions(scope, model, facts, given)
+        if cache is not None:
+            cache.lens = facts.lens
     scope.notes[FACTS] = facts
     if caches and (facts.documents or facts.document_of is not None):
         raise ValueError(
@@ -53,10 +68,11 @@ def prepared(
 def _refuse_of_whole(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """What speaks of the whole sequence and would be taken for this rank's part of it."""
     kept = given.get("logits_to_keep", 0)
-    if isinstance(kept, Tensor) or kept:
+    if isinstance(kept, int) and kept:
         raise ValueError(
             f"{type(model).__name__} was given logits_to_keep={kept}: these would be the last of "
-            "each rank's tokens; leave it out, and take what you need of the logits"
+            "each rank's tokens; pass a tensor of places among this rank's, or use "
+            "ulysses.parallelize, which takes the last of the whole"
         )
     if labels := [name for name in _LABELS if name in given]:
         raise ValueError(
@@ -66,20 +82,45 @@ def _refuse_of_whole(model: PreTrainedModel, given: dict[str, Any]) -> None:
         )
 
 
-def _refuse_caches(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Caches, and a second sequence, whose mask could not be told from the first one's."""
+def take_rows(given: dict[str, Any], lens: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+    """Every rank's number of logits, where only the last of the whole are asked for.
+
+    `given` then asks for this rank's.
+    """
+    kept = given.get("logits_to_keep", 0)
+    if isinstance(kept, Tensor):
+        raise ValueError(
+            "logits_to_keep is a tensor of places in the whole sequence: pass the number of last "
+            "ones, or leave it out and take what you need of the logits"
+        )
+    if not kept:
+        return None
+    if given.get("return_dict") is False:
+        raise ValueError(f"logits_to_keep={kept} with return_dict=False: logits are known by name")
+    ends = tuple(accumulate(lens))
+    counts = tuple(
+        min(length, max(0, end - (ends[-1] - kept))) for length, end in zip(lens, ends, strict=True)
+    )
+    given["logits_to_keep"] = torch.arange(lens[rank] - counts[rank], lens[rank])
+    return counts
+
+
+def _refuse_encoder_states(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """A second sequence, whose mask could not be told from the first one's."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or "encoder_hidden_states" in given:
         raise ValueError(
             f"{name} attends to an encoder's states, which ulysses does not shard for "
             "transformers' models yet: wrap the encoder, or the decoder's layers, by themselves"
         )
-    caches = [cache for cache in _CACHES if cache in given]
-    if caches or given.get("use_cache"):
+
+
+def _refuse_cache_of_whole(model: PreTrainedModel, cache: ShardedCache | None) -> None:
+    if cache is not None:
         raise ValueError(
-            f"{name} was given {' and '.join(caches) or 'use_cache=True'}: a KV cache of a sharded "
-            "sequence is not supported, as generate() makes one; pass use_cache=False, or "
-            "ulysses.unwrap the model to generate"
+            f"{type(model).__name__} is sharded at a region and was asked for a KV cache, which "
+            "goes with sharded inputs only: ulysses.parallelize(model, mesh, region=None), or "
+            "pass use_cache=False"
         )
 
 

@@ -36,10 +36,12 @@ def take_targets(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
             f"{type(module).__name__} makes a loss of kind {kind}, which is no mean over tokens: "
             "use ulysses.parallelize(model, mesh, region=...), behind which all is whole"
         )
-    if given.get("output_router_logits") or given.get("return_dict") is False:
+    cut = isinstance(kept := given.get("logits_to_keep", 0), Tensor) or kept > 0
+    if given.get("output_router_logits") or given.get("return_dict") is False or cut:
         raise ValueError(
-            "labels with output_router_logits=True or return_dict=False: the loss of sharded "
-            "logits is made outside of the model, without router losses, and returned by name"
+            "labels with output_router_logits=True, return_dict=False or logits_to_keep: the loss "
+            "of sharded logits is made outside of the model, of all of them, without router "
+            "losses, and returned by name"
         )
     if shifted is not None:
         return shifted if isinstance(shifted, Tensor) else None

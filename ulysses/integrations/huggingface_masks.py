@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ulysses.inputs import QueryRows
+from ulysses.integrations.huggingface_cache import ShardedCache
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,14 @@ class Facts:
 
     lens: every rank's length, where it is known by then. padding: bool [B, S], True for a token.
     documents: borders of packed documents, the same in all rows of the batch. document_of: int
-    [B, S], where they differ.
+    [B, S], where they differ. cache: what new tokens, whole on every rank, come behind.
     """
 
     lens: tuple[int, ...] | None
     padding: Tensor | None = None
     documents: tuple[int, ...] | None = None
     document_of: Tensor | None = None
+    cache: ShardedCache | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,20 @@ class Visible:
             "seq_lens": lens,
         }
 
+    def behind_a_cache(self) -> dict[str, Any]:
+        """For `Scope.attend_cached`, which is causal."""
+        if not self.pattern.is_causal or self.pattern.chunk is not None:
+            raise ValueError(
+                f"attention that is not causal, or in chunks ({self.pattern}), has no sharded KV "
+                "cache: pass use_cache=False"
+            )
+        return {"attn_mask": self._padding, "window": self.pattern.window}
+
+    @property
+    def _padding(self) -> Tensor | None:
+        padding = self.facts.padding
+        return None if padding is None else padding[:, None, None]
+
     def _documents(self, length: int) -> tuple[int, ...] | None:
         """Packed documents; chunks of attention are documents too."""
         chunk, documents = self.pattern.chunk, self.facts.documents
@@ -78,9 +94,8 @@ class Visible:
     def _tensor(self, lens: tuple[int, ...], rank: int) -> Tensor | QueryRows | None:
         """What is not structure: padding of keys, and documents that differ by row of the batch."""
         facts = self.facts
-        padding = None if facts.padding is None else facts.padding[:, None, None]
         if facts.document_of is None:
-            return padding
+            return self._padding
         own = facts.document_of.narrow(1, sum(lens[:rank]), lens[rank])
         return QueryRows(own[:, None, :, None] == facts.document_of[:, None, None])
 
