@@ -24,6 +24,7 @@ from ulysses.backends.registry import get_backend
 from ulysses.launch.doctor_check import RankReport
 from ulysses.launch.doctor_exchange import exchange_checks
 from ulysses.launch.doctor_kernel import kernel_checks
+from ulysses.launch.doctor_packed import packed_checks
 from ulysses.launch.doctor_refusal import refusal_checks
 
 _GRACE = 5.0  # seconds for the traceback
@@ -72,7 +73,7 @@ def _kernel(report: RankReport, folder: str, device: torch.device) -> None:
     report.stage = "the kernel's self-test"
     _write(report, folder)
     kernel = get_backend("auto", device.type)
-    checks = list(kernel_checks(kernel, device))
+    checks = [*kernel_checks(kernel, device), *packed_checks(kernel, device)]
     if kernel.name == "ascend":
         checks += refusal_checks(device)
     report.kernel = tuple(checks)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests import npu_ops
+from ulysses import structure
 from ulysses.backends.ascend import AscendAttention
 from ulysses.backends.ascend_layout import choose_layout
+from ulysses.backends.ascend_operators import INFERENCE, TRAINING
+from ulysses.backends.ascend_packed import pack
 from ulysses.backends.ascend_sparse import sparse_arguments
+from ulysses.backends.base import Band
 from ulysses.backends.sdpa import SdpaAttention
 from ulysses.launch import doctor_kernel
 from ulysses.launch.cli import main
@@ -25,6 +30,7 @@ from ulysses.launch.doctor_finding import Advice, Fault
 from ulysses.launch.doctor_kernel import LAYOUTS, cases, kernel_checks
 from ulysses.launch.doctor_machine import version_findings
 from ulysses.launch.doctor_network import Host, hccl_interface, interface_findings, this_host
+from ulysses.launch.doctor_packed import SHOWS, packed_checks
 from ulysses.launch.doctor_refusal import refusal_checks
 from ulysses.launch.doctor_report import rank_faults, show_checks
 
@@ -160,7 +166,7 @@ def test_versions(torch_version, npu_version, text):
 
 def test_the_cases_cover_what_the_ascend_kernel_may_ask():
     """Each layout and sparse mode that it chooses, from the case's own tensors."""
-    modes = {shows: sparse_arguments(c.band, c.num_queries, c.num_keys) for shows, c in cases()}
+    modes = {shows: sparse_arguments(c.band, c.num_queries, c.num_keys) for shows, c, _ in cases()}
     found = {shows: (sparse.mode, sparse.has_empty_rows) for shows, sparse in modes.items()}
     assert found == {
         "all": (0, False),
@@ -171,13 +177,17 @@ def test_the_cases_cover_what_the_ascend_kernel_may_ask():
         "mask": (0, False),
         "long": (3, False),
     }
-    case = next(case for _, case in cases())
+    assert {layouts for *_, layouts in cases()} == {("SBND",), (*LAYOUTS,)}
+    assert {shows for shows, case, _ in cases() if case.sinks} == {"mask"}
+    case = next(case for _, case, _ in cases())
     chosen = []
     for memory in LAYOUTS.values():
         laid_out = doctor_kernel.replace(case, memory=(memory,) * 3)
         layout = choose_layout(*laid_out.tensors(torch.bfloat16, CPU), may_fold=True)
         chosen.append("SBND" if layout.folds_batch else layout.name)
     assert chosen == list(LAYOUTS)
+    packed = [pack(structure.packed((0, 37, 38, 64), 64, band).pieces) for band in SHOWS.values()]
+    assert [each.sparse.mode for each in packed] == [0, 3, 4]
 
 
 class _UniformAverage(SdpaAttention):
@@ -205,6 +215,14 @@ class _InfiniteLse(SdpaAttention):
         return out, lse.abs()
 
 
+class _AverageOfDocuments(SdpaAttention):
+    """What one stack gave for full attention of packed documents, in one call."""
+
+    def attend_pieces(self, query, key, value, *, pieces, scale):
+        del pieces, scale
+        return super().__call__(query, key, value, band=Band(), scale=0.0)
+
+
 class _NoGradientOfKey(SdpaAttention):
     def __call__(self, query, key, value, **options):
         return super().__call__(query, key * 1 + (key - key.detach()), value, **options)
@@ -224,10 +242,11 @@ def few_cases(monkeypatch):
         (_TopLeft, {"bottom right", "empty rows", "long"}, "output is off by"),
         (_InfiniteLse, {"empty rows"}, "log-sum-exp has a NaN or infinity where none belongs"),
         (_NoGradientOfKey, set(doctor_kernel.SHOWS), "gradient of key is off by"),
+        (_AverageOfDocuments, set(SHOWS), "the plain average of the values"),
     ],
 )
 def test_a_wrong_kernel_is_named(few_cases, kernel, where, text):
-    checks = tuple(kernel_checks(kernel(), CPU))
+    checks = (*kernel_checks(kernel(), CPU), *packed_checks(kernel(), CPU))
     wrong = {check.shows for check in checks if check.fault}
     assert where <= wrong
     assert any(text in check.fault for check in checks if check.fault)
@@ -241,10 +260,13 @@ def test_a_wrong_kernel_is_named(few_cases, kernel, where, text):
 
 def test_the_kernel_is_right_and_head_counts_are_refused(few_cases):
     npu_ops.install()
-    checks = [*kernel_checks(AscendAttention(), CPU), *refusal_checks(CPU)]
+    kernel = AscendAttention()
+    checks = [*kernel_checks(kernel, CPU), *packed_checks(kernel, CPU), *refusal_checks(CPU)]
     assert [check for check in checks if check.fault] == []
-    operators = {"npu_fused_infer_attention_score", "npu_fusion_attention"}
+    operators = {INFERENCE, TRAINING}
     assert {check.operator for check in checks} == operators
+    packed = {(check.operator, check.shows) for check in checks if check.layout == "TND"}
+    assert packed == {*product(operators, ("bottom right", "window")), (TRAINING, "all")}
     raised = [check for check in checks if check.error is None]
     assert {(check.operator, check.layout) for check in raised} == {
         (operator, layout) for operator in operators for layout in ("BSND", "BNSD")

@@ -27,13 +27,13 @@ def test_the_simulation_passes() -> None:
     assert "To be trusted: 2 x npu, kernels and all-to-all are right." in printed
 
 
-def test_both_faults_are_named_on_four_devices() -> None:
-    code, printed = doctor(4, SIMNPU_FAULT="uniform_average,alltoall_zeros")
+def test_both_faults_are_named_on_three_devices() -> None:
+    code, printed = doctor(3, SIMNPU_FAULT="uniform_average,alltoall_zeros")
     assert code == 1, printed
     for operator in ("npu_fused_infer_attention_score", "npu_fusion_attention"):
         assert f"WRONG: {operator} fails" in printed
     assert "output is the plain average of the values: scores have no effect" in printed
-    assert "all-to-all, even, 4 KiB, among 4 processes: rank 0 received zeros from" in printed
+    assert "all-to-all, even, 4 KiB, among 3 processes: rank 0 received zeros from" in printed
     assert "NOT to be trusted" in printed
 
 
