@@ -12,6 +12,7 @@ from ulysses.call import Call
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.structure import one_band
 from ulysses.tiling import EVERYTHING, Grid, grids, shard_lengths, tile_attention
+from ulysses.workspace import Workspace
 
 # 1001 rows on 3 ranks, empty shards, fewer rows than ranks.
 LENGTHS = [(7, 0, 4), (1, 0, 0), (3, 3, 2)]
@@ -48,6 +49,43 @@ def _moves(rank: int, num_ranks: int, fused: bool) -> None:
         grads = torch.autograd.grad([shard.sum() for shard in shards], own)
         for grad, route in zip(grads, routes, strict=True):
             assert torch.equal(grad, _receivers(route, rank).expand_as(grad)), tiling
+
+
+def _later(rank: int, num_ranks: int) -> None:
+    """What one exchange has brought is no memory of the next one's messages."""
+    group = dist.group.WORLD
+    for tiling in _tilings(num_ranks):
+        length = len(tiling.query_shards[rank])
+        routes = (tiling.query_route,) * 2
+        brought, copies = [], []
+        for value in (1.0, 2.0):
+            own = [torch.full((2, length, tiling.num_heads, 3), value)] * 2
+            tiles = shard_to_tile(own, routes, group, fused=False)
+            brought += [*tiles, *tile_to_shard(tiles, routes, group)]
+            copies += [tensor.clone() for tensor in brought[-4:]]
+        assert all(torch.equal(*pair) for pair in zip(brought, copies, strict=True)), tiling
+
+
+def test_results_stay_when_messages_use_memory_again(pool):
+    pool(3).run(_later)
+
+
+def test_a_workspace_lends_what_it_got_back_and_keeps_little():
+    workspace, like = Workspace(), torch.zeros(1)
+    first = workspace.borrow(like, 100)
+    second = workspace.borrow(like, 100)
+    assert first.data_ptr() != second.data_ptr()
+    workspace.give_back(first)
+    assert workspace.borrow(like.double(), 100).dtype == torch.float64
+    assert workspace.borrow(like, 100) is first
+    with torch.inference_mode():
+        workspace.give_back(workspace.borrow(torch.zeros(1), 7))
+    workspace.borrow(like, 7).zero_()
+    for _ in range(40):  # 160 MB, and none is written to
+        workspace.give_back(torch.empty(1 << 20))
+    kept = {workspace.borrow(like, 1 << 20).data_ptr() for _ in range(3)}
+    assert len(kept) == 3
+    assert workspace.kept_bytes <= 1 << 26
 
 
 def _receivers(route, rank):

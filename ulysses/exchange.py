@@ -25,10 +25,12 @@ from torch import Tensor
 
 from ulysses.layout import Layout, layout
 from ulysses.tiling import Route
+from ulysses.workspace import Workspace
 
 # Messages under way to tiles: the next is packed while the last is sent, and the first one's buffer
 # is given back before a third is needed.
 _UNDER_WAY = 2
+_WORKSPACE = Workspace()
 
 
 def shard_to_tile(
@@ -138,7 +140,9 @@ def _to_tiles(
 
     def arrive() -> None:
         some, way, message = under_way.popleft()
-        received = message.received()
+        received = message.wait()
+        if received is not message.sent:
+            _WORKSPACE.give_back(message.sent)
         tiles.update((i, view.of(received)) for i, view in zip(some, way.tiles, strict=True))
 
     for some in _bundles(shards, routes, fused):
@@ -146,13 +150,14 @@ def _to_tiles(
             arrive()
         bundle = [shards[i] for i in some]
         way = _layout(bundle, [routes[i] for i in some], group)
-        sent = bundle[0].new_empty(sum(way.shard_sizes))
+        size = sum(way.shard_sizes)
+        sent = bundle[0].new_empty(size) if way.is_local else _WORKSPACE.borrow(bundle[0], size)
         for shard, parts in zip(bundle, way.parts, strict=True):
             for part in parts:
                 part.view.of(sent).copy_(part.of_shard(shard))
-        under_way.append(
-            (some, way, _Message(sent, way.shard_sizes, way.tile_sizes, way.is_local, group))
-        )
+        received = sent if way.is_local else sent.new_empty(sum(way.tile_sizes))
+        message = _Message(sent, way.shard_sizes, received, way.tile_sizes, group)
+        under_way.append((some, way, message))
     while under_way:
         arrive()
     return tuple(tiles[i] for i in range(len(shards)))
@@ -173,33 +178,35 @@ def _to_shards(
     under_way = []
     for tile, route in zip(tiles, routes, strict=True):
         way = _layout([tile], [route], group)
-        sent = tile.transpose(0, 1).contiguous().view(-1)
-        under_way.append(
-            (way, _Message(sent, way.tile_sizes, way.shard_sizes, way.is_local, group))
-        )
-    return tuple(
-        _unpacked(message.received(), way, route)
-        for (way, message), route in zip(under_way, routes, strict=True)
-    )
+        sent, size = tile.transpose(0, 1).contiguous().view(-1), sum(way.shard_sizes)
+        if way.is_local:
+            received = sent
+        else:
+            received = tile.new_empty(size) if way.is_whole else _WORKSPACE.borrow(tile, size)
+        message = _Message(sent, way.tile_sizes, received, way.shard_sizes, group)
+        under_way.append((way, route, message))
+    return tuple(_arrived(*one) for one in under_way)
 
 
-def _unpacked(memory: Tensor, way: Layout, route: Route) -> Tensor:
-    """The shard whose parts a message brought."""
-    (parts,), (shape,) = way.parts, way.shards
-    if route.is_partition and route.keeps_heads_together:
+def _arrived(way: Layout, route: Route, message: _Message) -> Tensor:
+    """The shard that a message brings."""
+    (parts,), (shape,), memory = way.parts, way.shards, message.wait()
+    if way.is_whole:
         batch, rows, heads, dim = shape
         return memory.view(rows, batch, heads, dim).transpose(0, 1)
     if route.is_partition:
         shard = memory.new_empty(shape)
         for part in parts:
             part.of_shard(shard).copy_(part.view.of(memory))
-        return shard
-    # Sums are kept in float32 at least.
-    exact = torch.promote_types(memory.dtype, torch.float32)
-    total = memory.new_zeros(shape, dtype=exact)
-    for part in parts:
-        part.of_shard(total).add_(part.view.of(memory))
-    return total.to(memory.dtype)
+    else:
+        # Sums are kept in float32 at least.
+        total = memory.new_zeros(shape, dtype=torch.promote_types(memory.dtype, torch.float32))
+        for part in parts:
+            part.of_shard(total).add_(part.view.of(memory))
+        shard = total.to(memory.dtype)
+    if memory is not message.sent:
+        _WORKSPACE.give_back(memory)
+    return shard
 
 
 def _layout(tensors: list[Tensor], routes: list[Route], group: dist.ProcessGroup) -> Layout:
@@ -214,23 +221,19 @@ class _Message:
         self,
         sent: Tensor,
         send_sizes: list[int],
+        received: Tensor,
         receive_sizes: list[int],
-        is_local: bool,
         group: dist.ProcessGroup,
     ) -> None:
-        self._memory = sent, sent  # alive until the collective is done
+        self.sent, self._received = sent, received  # alive until the collective is done
         self._work: dist.Work | None = None
-        if not is_local:
-            received = sent.new_empty(sum(receive_sizes))
-            self._memory = sent, received
+        if received is not sent:
             self._work = dist.all_to_all_single(
                 received, sent, receive_sizes, send_sizes, group=group, async_op=True
             )
 
-    def received(self) -> Tensor:
-        """Wait for the collective and let go of what was sent; what it received. Once only."""
+    def wait(self) -> Tensor:
+        """What has been received, once it has."""
         if self._work is not None:
             self._work.wait()
-        _, received = self._memory
-        del self._memory
-        return received
+        return self._received

@@ -47,6 +47,7 @@ class Layout:
     """A message between one rank's shards and all ranks' tiles, for one or more tensors."""
 
     is_local: bool  # nothing leaves its rank, on any rank
+    is_whole: bool  # the shard is, in its memory, what tiles send of it: one after the other
     shard_sizes: list[int]  # [rank]: elements between this rank's shards and that rank's tiles
     tile_sizes: list[int]  # [rank]: elements between this rank's tiles and that rank's shards
     tiles: list[View]  # [tensor]: the tile, [B, rows, h, D]
@@ -92,6 +93,7 @@ def layout(routes: tuple[Route, ...], rank: int, sizes: tuple[tuple[int, int], .
     tensors = range(len(routes))
     return Layout(
         is_local=all(r.is_local for r in routes),
+        is_whole=all(r.is_partition and r.keeps_heads_together for r in routes),
         shard_sizes=shard_sizes,
         tile_sizes=[len(row[rank]) * sum(row_sizes[rank]) for row in route.between],
         tiles=[tile_view(i, rank, route.rows[rank], 0) for i in tensors],
