@@ -237,6 +237,6 @@ def no_attention(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Te
     return query.new_zeros(*query.shape[:3], value.shape[3]) + nothing(query, key, value, *more)
 
 
-def nothing(*tensors: Tensor) -> Tensor:
+def nothing(first: Tensor, *more: Tensor) -> Tensor:
     """Zero, which depends on all of these."""
-    return sum((tensor[..., :0].sum() for tensor in tensors), torch.zeros(()))
+    return sum((tensor[..., :0].sum() for tensor in more), first[..., :0].sum())

@@ -143,7 +143,7 @@ def _mask(
         visible = mask if visible is None else visible & mask
         mask = None
     if alibi is not None:
-        bias = alibi.bias(rows, keys)
+        bias = Alibi(alibi.slopes.to(_exact(query)), alibi.distance).bias(rows, keys)
         mask = bias if mask is None else mask + bias
     if mask is None:
         return visible

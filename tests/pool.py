@@ -139,6 +139,7 @@ class WorkerPool:
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             group = _Group(self._backend, rank, self.num_ranks)
+            _stack_path(self._folder, rank).touch()  # to read, of a worker that does not get so far
             process = context.Process(
                 target=_serve, args=(group, theirs, self._folder, self._environment), daemon=True
             )

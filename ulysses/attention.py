@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -203,6 +204,13 @@ class UlyssesAttention(nn.Module):
         (out,) = attend_tile(output_of(backend), tile, call.structure, tensors, told)
         return image_and_text(out, tiling, self.rank, self.group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
+        """A layer of its own in the same group: models are copied, as for an average of weights."""
+        memo[id(self.group)] = self.group
+        copied = memo[id(self)] = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
     def extra_repr(self) -> str:
         return f"num_ranks={self.num_ranks}, backend={self.backend!r}, grid={self.grid!r}"
 
@@ -284,7 +292,7 @@ class UlyssesAttention(nn.Module):
 
 def _options(arguments: Arguments, call: Call) -> Options:
     """What the kernel is told. Every rank draws the seed, even where its tile is empty."""
-    seed = int(torch.randint(2**63 - 1, ())) if call.dropout_p > 0 else 0
+    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if call.dropout_p > 0 else 0
     return Options(
         scale=1 / math.sqrt(call.head_dim) if arguments.scale is None else arguments.scale,
         dropout_p=call.dropout_p,

@@ -61,7 +61,7 @@ class KVCache:
         self._lens = (0,) * self.num_ranks
         self._kept: tuple[GrowingRows, GrowingRows] | None = None
         # On the host, where a window looks up what it shows without waiting for the device.
-        self._positions = GrowingRows(torch.empty(1, 0, dtype=torch.int64))
+        self._positions = GrowingRows(torch.empty(1, 0, dtype=torch.int64, device="cpu"))
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class KVCache:
 
     def _keep(self, key: Tensor, value: Tensor, positions: range) -> None:
         """Append these rows to this rank's."""
-        places = torch.arange(positions.start, positions.stop).unsqueeze(0)
+        places = torch.arange(positions.start, positions.stop, device="cpu").unsqueeze(0)
         self._positions.append(places)
         with torch.no_grad():
             if self._kept is None:

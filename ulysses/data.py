@@ -139,7 +139,7 @@ class SequenceLoader:
         seeds = torch.Generator().manual_seed(self._seed + _apart(self._epoch))
         batches = None
         for number in range(sys.maxsize):
-            with _draws_from(int(torch.randint(2**32, (), generator=seeds))):
+            with _draws_from(int(torch.randint(2**32, (), generator=seeds, device="cpu"))):
                 batches = iter(self.loader) if batches is None else batches
                 batch = next(batches, None)
             if batch is None:

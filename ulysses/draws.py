@@ -42,7 +42,7 @@ def data_seed(mesh: DeviceMesh, seed: int | None = None) -> int:
     Collective over the mesh only where `seed` is None, so either all ranks give one or none.
     """
     if seed is None:
-        told: list[int] = [int(torch.randint(2**62, ()))]
+        told: list[int] = [int(torch.randint(2**62, (), device="cpu"))]
         for axis in range(mesh.ndim):  # after the last axis all have the first rank's
             dist.broadcast_object_list(told, group=mesh.get_group(axis), group_src=0)
         (seed,) = told
@@ -67,7 +67,7 @@ def own_draws(group: Group, device_type: str = "cpu") -> Iterator[None]:
     checkpointed region recomputes what it drew.
     """
     rank, _ = rank_in(process_group(group))
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     if device_type == "cpu":
         forked = torch.random.fork_rng(devices=[])
     else:

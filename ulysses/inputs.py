@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import inf
+from operator import index
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Replicated:
 
 # Arguments that a plan knows by shape, dtype, device and need of a gradient.
 _TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "ends")
+_NUMBERS = ("seq_lens", "key_lens", "documents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,14 @@ class Arguments:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     ends: Ends = NO_ENDS
+
+    def __post_init__(self) -> None:
+        """Read lengths and borders once: they may be a tensor's, or an iterator's."""
+        for name in _NUMBERS:
+            given = getattr(self, name)
+            numbers = given.tolist() if hasattr(given, "tolist") else given
+            if isinstance(numbers, Iterable):
+                object.__setattr__(self, name, tuple(numbers))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +95,7 @@ class Arguments:
         """All that a description and a plan of the call depend on: equal means equal plans."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = [_plain(values.pop(name)) for name in _TENSORS]
-        # What is no tensor to attend with counts by its numbers, also where a tensor holds them.
-        numbers = (repr(v.tolist() if hasattr(v, "tolist") else v) for v in values.values())
-        return torch.is_grad_enabled(), *tensors, *numbers
+        return torch.is_grad_enabled(), *tensors, *map(repr, values.values())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -274,12 +283,18 @@ def _check_options(arguments: Arguments) -> None:
         raise TypeError("key and value must both be Replicated, or neither")
     if arguments.scale is not None and not isinstance(arguments.scale, (int, float)):
         raise TypeError(f"scale={arguments.scale!r}: pass a number, or None for 1/sqrt(D)")
+    if arguments.scale is not None and not 0 < arguments.scale < inf:
+        raise ValueError(
+            f"scale={arguments.scale}: kernels scale what hides a key, too, and need a finite "
+            "number above 0; multiply the query by any other"
+        )
     window = arguments.window
     if window is not None and not _is_window(window):
         raise ValueError(
             f"window={window}: pass (left, right), the numbers of keys seen on each side of a "
             "row's own, 0 or more, None for all of them"
         )
+    _check_numbers(arguments)
     _check_mask_kind(arguments)
     query = arguments.query
     num_heads = query.shape[2]
@@ -294,6 +309,18 @@ def _check_options(arguments: Arguments) -> None:
                 f"{name} of shape {tuple(given.shape)} with {num_heads} query heads: pass one "
                 "number for each head of the query as it is given, [H], whole on every rank"
             )
+
+
+def _check_numbers(arguments: Arguments) -> None:
+    for name in _NUMBERS:
+        given = getattr(arguments, name)
+        try:
+            for number in () if given is None else given:
+                index(number)
+        except TypeError:
+            raise TypeError(
+                f"{name}={given!r}: pass whole numbers, in a tuple or in a tensor on the host"
+            ) from None
 
 
 def _is_window(window: Any) -> bool:

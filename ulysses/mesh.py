@@ -63,7 +63,7 @@ def init_mesh(
     if device_type == "npu":
         _warm_up(groups, device_type)
     sizes = [getattr(degrees, axis) for axis in degrees.axes]
-    ranks = torch.arange(degrees.num_ranks).view(sizes)
+    ranks = torch.arange(degrees.num_ranks, device="cpu").view(sizes)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=degrees.axes)
 
 
