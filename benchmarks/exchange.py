@@ -3,6 +3,8 @@
 The hand-written layer is what one writes first: four all_to_all_single calls with einops around
 them. In both, the local kernel is replaced by a clone, so that only packing, sending and unpacking
 is timed. Rounds are interleaved and the ratio is taken round by round, since timings here drift.
+Each workload has processes of its own: malloc keeps or returns pages by the largest block that it
+has freed so far, so that a workload's figures would depend on the ones before it.
 
     python benchmarks/exchange.py --rounds 30
 """
@@ -111,8 +113,8 @@ def hand_written(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessG
     return out
 
 
-def measure(rank: int, num_ranks: int, folder: str, rounds: int) -> None:
-    """Run every workload on this rank; rank 0 prints the table."""
+def measure(rank: int, num_ranks: int, folder: str, rounds: int, work: Workload) -> None:
+    """Run a workload on this rank; rank 0 prints a row of the table."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
@@ -120,24 +122,23 @@ def measure(rank: int, num_ranks: int, folder: str, rounds: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     attention = UlyssesAttention(group, backend=CloneKernel(), grid=(num_ranks, 1))
-    for work in WORKLOADS:
-        tensors = inputs(work, num_ranks)
-        ours, theirs = [], []
-        for repeat in range(rounds + 3):
-            pair = (
-                timed(attention, *tensors),
-                timed(lambda q, k, v: hand_written(q, k, v, group), *tensors),
-            )
-            if repeat >= 3:  # after warming up
-                ours.append(pair[0])
-                theirs.append(pair[1])
-        if rank == 0:
-            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-            print(
-                f"| {work.name} | {num_ranks} | {1e3 * statistics.median(theirs):.2f} "
-                f"| {1e3 * statistics.median(ours):.2f} | {ratio:.2f} |",
-                flush=True,
-            )
+    tensors = inputs(work, num_ranks)
+    ours, theirs = [], []
+    for repeat in range(rounds + 3):
+        pair = (
+            timed(attention, *tensors),
+            timed(lambda q, k, v: hand_written(q, k, v, group), *tensors),
+        )
+        if repeat >= 3:  # after warming up
+            ours.append(pair[0])
+            theirs.append(pair[1])
+    if rank == 0:
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        print(
+            f"| {work.name} | {num_ranks} | {1e3 * statistics.median(theirs):.2f} "
+            f"| {1e3 * statistics.median(ours):.2f} | {ratio:.2f} |",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 
@@ -179,8 +180,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print("| workload | P | hand-written, ms | layer, ms | ratio |\n|---|---|---|---|---|")
     for num_ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (num_ranks, folder, options.rounds), nprocs=num_ranks)
+        for work in WORKLOADS:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(measure, (num_ranks, folder, options.rounds, work), nprocs=num_ranks)
 
 
 if __name__ == "__main__":
