@@ -8,9 +8,9 @@
 // nothing checks them across dlsym.
 //
 // The first function checks: it runs the body on meta tensors, so that wrong shapes and types are
-// an error of the call, on the calling thread, as with CANN, and no task ever fails
-// for them. The second one submits the body to the stream. Everything the body touches is owned by
-// the task, because torch_npu destroys the handles as soon as the second function returns.
+// an error of the call, on the calling thread, as with CANN, and no task ever fails for them. The
+// second one submits the body to the stream. Everything the body touches is owned by the task,
+// because torch_npu destroys the handles as soon as the second function returns.
 //
 // A body that returns Work checks its own arguments and returns what the stream shall run.
 #pragma once
@@ -62,8 +62,7 @@ class Refused : public std::runtime_error {
   const int status;
 };
 
-// An output that the caller has allocated with the shape torch_npu inferred. Null when not asked
-// for.
+// An output that the caller has allocated with the shape torch_npu inferred; null if not wanted.
 class Out {
  public:
   Out(Tensor view, aclTensor* handle) : view_(std::move(view)), handle_(handle) {}

@@ -6,13 +6,11 @@
 // - A mask for each head, [B, N, Sq, Skv]: only head 0's is used.
 // - sparse_mode 0 with a mask: pre_tokens and next_tokens cut the band out as well.
 // - A row whose keys are all masked: the average of V, with the LSE of equal scores of -FLT_MAX,
-// unless bit 1
-//   of inner_precise or a compressed mode asks for zeros and an LSE of +inf.
+//   unless bit 1 of inner_precise or a compressed mode asks for zeros and an LSE of +inf.
 // - The content of the compressed mask is taken as it is.
 // - key or value not contiguous: the vendor documents that as unsupported, no check refuses it, and
-// unlike
-//   query they are TensorLists, for which callers make them contiguous themselves (sglang). Read
-//   here as if they were row-major, from their first element on.
+//   unlike query they are TensorLists, for which callers make them contiguous themselves (sglang).
+//   Read here as if they were row-major, from their first element on.
 #include <limits>
 
 #include "attention_math.hpp"

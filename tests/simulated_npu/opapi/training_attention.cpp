@@ -7,13 +7,11 @@
 // - No atten_mask: full attention, whatever sparse_mode says.
 // - sparse_mode 0 with a mask: pre_tockens and next_tockens cut the band out as well.
 // - A row whose keys are all masked: the average of V, unless inner_precise 2 or the geometry of
-// modes 0, 3
-//   and 4 asks for zeros, with max -FLT_MAX and sum FLT_MAX.
+//   modes 0, 3 and 4 asks for zeros, with max -FLT_MAX and sum FLT_MAX.
 // - max and sum of a TND call lie in memory as [N, S] of each batch entry, one after the other,
-// though their
-//   shape says [T, N, 8], unless softmax_layout is "TND".
+//   though their shape says [T, N, 8], unless softmax_layout is "TND".
 // - Rows of a TND call after the last entry are not written, unless a trailing 0 in the lengths
-// asks for it.
+//   asks for it.
 #include "attention_math.hpp"
 #include "random.hpp"
 #include "refusal.hpp"
@@ -106,8 +104,8 @@ void for_each_entry(const TrainingCall& call, Visit visit) {
   }
 }
 
-// A trailing length of 0 stands for the rows after the last entry, with no keys (vllm-ascend passes
-// it).
+// A trailing length of 0 stands for the rows after the last entry, which see no keys; vllm-ascend
+// passes it.
 bool asks_for_tail(const TrainingCall& call) {
   return call.packed() && call.query_lengths.back() < call.query_rows().back().begin;
 }

@@ -17,8 +17,8 @@ struct TrainingCall {
   int64_t heads = 1;
   std::string layout;
   int64_t inner_precise = 0, sparse_mode = 0;
-  std::string
-      softmax_layout;  // "same_as_input": max and sum of a TND call are TND in memory as well
+  // "same_as_input": max and sum of a TND call are TND in memory as well.
+  std::string softmax_layout;
 
   bool packed() const { return is_packed(layout); }
   bool has_mask() const { return mask.defined() && mask.dim() > 0; }

@@ -8,6 +8,8 @@
 namespace simnpu::op {
 namespace {
 
+constexpr char kShapes[] = "[B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] and [Sq, Skv].";
+
 template <class... Parts>
 void require(bool kept, const Parts&... parts) {
   require_tiling(kept, "FlashAttentionScore", kInnerNull, parts...);
@@ -24,10 +26,7 @@ void check_shape(const TrainingCall& call) {
     const bool fits = compressed || (sizes[0] == rows && sizes[1] == keys);
     require(fits || call.packed(), "get unsupported atten_mask shape, the shape is ",
             shape_text(sizes), ". B=[", call.batch(), "], N=[", call.heads, "], Sq=[", rows,
-            "], Skv=[", keys,
-            "], supported atten_mask shape can be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, "
-            "Skv] and [Sq, "
-            "Skv].");
+            "], Skv=[", keys, "], supported atten_mask shape can be ", kShapes);
     require(fits, "get unsupported atten_mask shape, the shape is ", shape_text(sizes), ". MaxSq=[",
             rows, "],  MaxSkv=[", keys,
             "], when input_layout is TND, the supported atten_mask shape is [MaxSq, MaxSkv].");
@@ -38,9 +37,7 @@ void check_shape(const TrainingCall& call) {
         (shared || per_entry) && sizes[2] == rows && sizes[3] == keys && !call.packed();
     require(fits, "get unsupported atten_mask shape, the shape is ", shape_text(sizes), ". B=[",
             call.batch(), "], N=[", call.heads, "], Sq=[", rows, "], Skv=[", keys,
-            "], supported atten_mask shape can be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, "
-            "Skv] and [Sq, "
-            "Skv].");
+            "], supported atten_mask shape can be ", kShapes);
   }
   const bool tile = sizes[sizes.size() - 2] == kTileSize && sizes.back() == kTileSize;
   require(!compressed || tile,
