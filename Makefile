@@ -25,7 +25,7 @@ help:
 	@echo "make test-npu    run torch_npu and the tests of tests/npu on simulated NPUs (PYTEST_ARGS)"
 	@echo "make check       lint, format and types"
 	@echo "make wheel       build dist/*.whl"
-	@echo "make test-wheel  install the wheel elsewhere and run tests on it"
+	@echo "make test-wheel  install the wheel elsewhere, run tests on it, and the demo (DEMO_ARGS)"
 	@echo "make venv        make .venv with the versions in constraints.txt (PYTHON, TORCH_PIP_ARGS)"
 	@echo "make clean       remove what was built; .venv stays"
 
@@ -75,7 +75,8 @@ test-wheel: wheel
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/borrowed.pth"; \
 	cd "$$folder"; \
 	venv/bin/python -c 'import ulysses; print(ulysses.__file__); assert "site-packages" in ulysses.__file__'; \
-	venv/bin/python -m pytest -o pythonpath= $(addprefix "$$checkout"/,$(WHEEL_TESTS))
+	venv/bin/python -m pytest -o pythonpath= $(addprefix "$$checkout"/,$(WHEEL_TESTS)); \
+	venv/bin/ulysses demo $(DEMO_ARGS)
 
 clean:
 	rm -rf build dist ulysses.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
