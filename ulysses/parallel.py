@@ -7,7 +7,8 @@
 Sharding happens on the way in, at one of two places. At the inputs, every layer works on this
 rank's tokens alone, embeddings and logits too: right for models that are told positions. At a
 region, the model's stack of layers, what comes before and after is computed whole by every rank:
-right for any model whose attention lies in one stack.
+right for any model whose attention lies in one stack. A model of diffusers that has a plan of its
+own for context parallelism is sharded where that says.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch import nn
 
 from ulysses.backends.base import LocalAttention
 from ulysses.parallel_inputs import Outputs, shard_inputs
+from ulysses.parallel_plan import shard_by_plan
 from ulysses.parallel_region import find_region, shard_region
 from ulysses.wrap_callable import Mesh
-from ulysses.wrap_families import families
+from ulysses.wrap_families import families, plan_of
 from ulysses.wrapping import Names
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -45,7 +47,8 @@ def parallelize(
 
     The model then takes whole inputs, equal on all ranks of the group; `ulysses.unwrap` undoes it.
     `region` names the stack of layers to shard, None shards the inputs; "auto" shards the inputs of
-    transformers' language models, and the layers of anything else. For inputs, `dims` has the
+    transformers' language models, follows the plan of diffusers' models (which is not probed), and
+    shards the layers of anything else. For inputs, `dims` has the
     sequence's dim of each argument of forward that is sharded; by default all tensors but masks are
     that are as long as the first, in dim 1. `outputs` are whole on every rank, or with sharded
     inputs may stay this rank's rows ("sharded"), which spares a long text's logits. The other
@@ -78,6 +81,10 @@ def parallelize(
             f"region={region!r} with outputs='sharded': behind a region all is whole; pass "
             "region=None if this model's inputs can be sharded"
         )
+    if region == "auto" and (plan := plan_of(model)) is not None:
+        del options["probe"]
+        shard_by_plan(model, mesh, plan, **options)
+        return model
     name = find_region(model, local) if region == "auto" else region
     shard_region(model, mesh, name, **options)
     return model

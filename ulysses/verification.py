@@ -145,6 +145,8 @@ def _outputs(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _named(returned: Any) -> dict[str, Tensor]:
+    # Libraries' own output classes are mappings, and not all have told torch how to walk them.
+    returned = dict(returned) if isinstance(returned, Mapping) else returned
     leaves, _ = tree_flatten_with_path(returned)
     return {
         f"output{keystr(path)}": leaf

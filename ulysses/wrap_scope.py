@@ -7,6 +7,7 @@ however that ends. Nothing outside the module sees it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ulysses.attention import UlyssesAttention
 from ulysses.cache import KVCache
@@ -184,6 +186,7 @@ class Scope:
         out. A mask of this rank's rows may be a plain tensor.
         """
         self.num_calls += 1
+        _require_retaken(self.site)
         structure = {name: value for name, value in structure.items() if value is not None}
         if self.neutral:
             return _each_token_alone(query, key, value)
@@ -241,6 +244,22 @@ class Scope:
             self.wrapping.seen[self._sites[-1].name] = Seen(
                 query.shape[2], key.shape[2], ", ".join(words) or "none"
             )
+
+
+def _require_retaken(site: str) -> None:
+    """Refuses attention that a reentrant checkpoint would run again outside of any scope.
+
+    That is one with no part's forward of ours between it and the attention.
+    """
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "ulysses.wrapping":
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ValueError(
+                f"{site} attends in a function under a reentrant checkpoint, which in backward "
+                "would run it again on this rank's shard alone: checkpoint the module that "
+                "attends, or pass use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 class _TakeOver(TorchFunctionMode):

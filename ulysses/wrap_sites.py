@@ -16,9 +16,14 @@ from ulysses.wrap_scope import Site
 SDPA = "sdpa"  # reaches torch's scaled_dot_product_attention
 MULTIHEAD = "nn.MultiheadAttention"
 TRANSFORMERS = "transformers"  # calls through transformers' attention interface
+DIFFUSERS = "diffusers"  # calls through diffusers' attention dispatch
 FUNCTION = "function"  # holds a callable that `ulysses.wrap_function` has wrapped
 
-_BY_NAME = {"ALL_ATTENTION_FUNCTIONS": TRANSFORMERS, "scaled_dot_product_attention": SDPA}
+_BY_NAME = {
+    "ALL_ATTENTION_FUNCTIONS": TRANSFORMERS,
+    "dispatch_attention_fn": DIFFUSERS,
+    "scaled_dot_product_attention": SDPA,
+}
 _LOOKS_LIKE = re.compile(r"attention|attn", re.IGNORECASE)
 
 
@@ -56,8 +61,10 @@ def route_of(module: nn.Module) -> str | None:
         if callable(attribute) and not isinstance(attribute, (nn.Module, type)):
             if getattr(attribute, "__name__", "") == "scaled_dot_product_attention":
                 return SDPA
-            if "scaled_dot_product_attention" in calls_in(attribute):
-                return SDPA
+            called = calls_in(attribute)
+            for name in ("dispatch_attention_fn", "scaled_dot_product_attention"):
+                if name in called:
+                    return _BY_NAME[name]
     return None
 
 
@@ -67,7 +74,8 @@ def _require_all_reached(
     """Refuses a module with no site, or with a part that looks like attention and has none."""
     way_out = (
         "Attention is recognised in nn.MultiheadAttention, in code that calls torch's "
-        "scaled_dot_product_attention or transformers' attention interface, and in functions that "
+        "scaled_dot_product_attention, transformers' attention interface or diffusers' attention "
+        "dispatch, and in functions that "
         "ulysses.wrap_function has wrapped: make it one of these, or name the part in "
         "local=[...] if it does not attend along the sharded sequence"
     )

@@ -154,8 +154,7 @@ def take_over(module: nn.Module, wrapping: Wrapping, around: Mapping[str, Around
 
     `around` are further forwards around those of parts, by name.
     """
-    for family in families():
-        family.take_over(module, wrapping)
+    forwards: list[tuple[nn.Module, Forward]] = []
     for name, part in module.named_modules():
         forward = type(part).forward
         for family in families():
@@ -167,10 +166,24 @@ def take_over(module: nn.Module, wrapping: Wrapping, around: Mapping[str, Around
         if name in around:
             forward = around[name](forward, wrapping)
         if forward is not type(part).forward:
-            forward.ulysses_wrapping = wrapping
-            # A bound method of this name pickles as the class's own, and is copied with its module.
-            forward.__name__ = "forward"
-            part.forward = MethodType(forward, part)
+            _require_own_forward(name, part)
+            forwards.append((part, forward))
+    for family in families():
+        family.take_over(module, wrapping)
+    for part, forward in forwards:
+        forward.ulysses_wrapping = wrapping  # type: ignore[attr-defined]
+        # A bound method of this name pickles as the class's own, and is copied with its module.
+        forward.__name__ = "forward"
+        part.forward = MethodType(forward, part)
+
+
+def _require_own_forward(name: str, part: nn.Module) -> None:
+    if "forward" in vars(part):
+        place = f"{name} ({type(part).__name__})" if name else type(part).__name__
+        raise ValueError(
+            f"{place} has had its forward replaced, which copies and pickles of a wrapped module "
+            "could not follow: wrap it first, and replace the forward then"
+        )
 
 
 def _attending(inner: Forward, wrapping: Wrapping, site: Site) -> Forward:
@@ -245,14 +258,9 @@ def _is_root(module: nn.Module) -> bool:
 
 def require_unwrapped(module: nn.Module) -> None:
     for name, part in module.named_modules():
-        place = f"{name} ({type(part).__name__})" if name else type(part).__name__
         if wrapping_of(part):
+            place = f"{name} ({type(part).__name__})" if name else type(part).__name__
             raise ValueError(f"{place} is wrapped already: ulysses.unwrap what was wrapped first")
-        if "forward" in vars(part):
-            raise ValueError(
-                f"{place} has had its forward replaced, which copies and pickles of a wrapped "
-                "module could not follow: wrap it first, and replace the forward then"
-            )
 
 
 def require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) -> None:
