@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import dense, reference
+from tests import dense, npu_ops, reference
 from ulysses import KVCache, UlyssesAttention
+from ulysses.backends.base import Alibi, Band
+from ulysses.backends.registry import get_backend
 from ulysses.tiling import grids
 
 LENS, HEADS, DIM = (3, 2), 4, 8
@@ -33,22 +35,23 @@ def test_an_iterator_is_read_once_and_not_remembered_by_its_name(pool):
     pool(2).run(_iterators)
 
 
-def _slopes_in_half_precision(rank: int, num_ranks: int) -> float:
-    """As of a model that was cast as a whole; a distance of 1,001 has no place in bfloat16."""
-    slopes = torch.tensor([0.01, 0.5], dtype=torch.bfloat16)
-    whole = [reference.draw(1, 4, 2, DIM, seed=seed, dtype=torch.float32) for seed in range(3)]
-    exact = [tensor.double() for tensor in whole]
-    layer = UlyssesAttention(dist.group.WORLD)
-    own = [reference.shard(tensor, (2, 2), rank) for tensor in whole]
-    own[0] = own[0] * 50  # of scores that the bias has to tip
-    exact[0] = exact[0] * 50
-    got = layer(*own, alibi_slopes=slopes * 101)
-    expected = dense.attention(*exact, dense.Shape(), alibi_slopes=(slopes * 101).double())[0]
-    return float((got - reference.shard(expected, (2, 2), rank)).abs().max())
-
-
-def test_slopes_in_half_precision_are_multiplied_in_that_of_the_scores(pool):
-    assert max(pool(2).run(_slopes_in_half_precision)) < 1e-4
+@pytest.mark.parametrize("backend", ["sdpa", "ascend"])
+def test_slopes_in_half_precision_are_multiplied_in_that_of_the_scores(backend):
+    """As of a model that was cast as a whole: bfloat16 has no place for 1,001 times a slope."""
+    npu_ops.install()
+    query, key, value = (
+        reference.draw(1, n, 2, DIM, seed=n, dtype=torch.float32) for n in (2, 5, 5)
+    )
+    slopes = torch.tensor([0.0117, 0.5], dtype=torch.bfloat16)
+    kernel = get_backend(backend, "cpu")
+    got = kernel(query, key, value, band=Band(), scale=1.0, alibi=Alibi(slopes, -1001))
+    expected = dense.attention(
+        *(tensor.double() for tensor in (query, key, value)),
+        dense.Shape(),
+        scale=1.0,
+        mask=Alibi(slopes.double(), -1001).bias(range(2), range(5)),
+    )[0]
+    assert (got - expected).abs().max() < 1e-4
 
 
 CALLS = {
