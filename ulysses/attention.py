@@ -191,17 +191,8 @@ class UlyssesAttention(nn.Module):
         alike from it is divided by their number, or computed on one of them.
         """
         ends = Ends(prefix, suffix)
-        arguments = in_autocast_dtype(
-            Arguments(query=query, key=key, value=value, ends=ends, **options)
-        )
-        call, backend, tiling = self._planned(arguments)
-        self.tiling = tiling
-        tile, told = tiling.tiles[self.rank], _options(arguments, call)
-        tensors = arguments.tensors
-        if self.group is not None:
-            tensors, told = self._to_tile(arguments, call, tiling, told)
-        tensors = with_ends(tensors, arguments.ends, tiling, self.rank)
-        (out,) = attend_tile(output_of(backend), tile, call.structure, tensors, told)
+        arguments = Arguments(query=query, key=key, value=value, ends=ends, **options)
+        tiling, (out,) = self._attended(output_of, arguments)
         return image_and_text(out, tiling, self.rank, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
@@ -218,21 +209,29 @@ class UlyssesAttention(nn.Module):
         self, results_of: Callable[[LocalAttention], Attend], arguments: Arguments
     ) -> tuple[Tensor, ...]:
         """Check, exchange, attend, exchange back."""
-        arguments = in_autocast_dtype(arguments)
-        call, kernel, tiling = self._planned(arguments)
-        attend = results_of(kernel)
-        self.tiling = tiling
-        tile = tiling.tiles[self.rank]
-        options = _options(arguments, call)
+        tiling, results = self._attended(results_of, arguments)
         if self.group is None:
-            return attend_tile(attend, tile, call.structure, arguments.tensors, options)
-        tensors, options = self._to_tile(arguments, call, tiling, options)
-        results = attend_tile(attend, tile, call.structure, tensors, options)
-        del tensors, options  # what arrived, where no graph keeps it
+            return results
         # The log-sum-exp [B, Sq, h] travels as one more tensor, of dim 1.
         tiles = [result if result.ndim == 4 else result.unsqueeze(3) for result in results]
         shards = tile_to_shard(tiles, (tiling.query_route,) * len(tiles), self.group)
         return shards[0], *(shard.squeeze(3) for shard in shards[1:])
+
+    def _attended(
+        self, results_of: Callable[[LocalAttention], Attend], arguments: Arguments
+    ) -> tuple[Tiling, tuple[Tensor, ...]]:
+        """Check, exchange, attend: the tiles, and the kernel's results for this rank's."""
+        arguments = in_autocast_dtype(arguments)
+        call, kernel, tiling = self._planned(arguments)
+        attend = results_of(kernel)
+        self.tiling = tiling
+        tensors, options = arguments.tensors, _options(arguments, call)
+        if self.group is not None:
+            tensors, options = self._to_tile(arguments, call, tiling, options)
+        if arguments.ends.tensors:
+            tensors = with_ends(tensors, arguments.ends, tiling, self.rank)
+        tile = tiling.tiles[self.rank]
+        return tiling, attend_tile(attend, tile, call.structure, tensors, options)
 
     def _planned(self, arguments: Arguments) -> tuple[Call, LocalAttention, Tiling]:
         """The call, its kernel and its tiles, agreed upon with all ranks if that is asked for."""
