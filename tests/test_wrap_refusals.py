@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ulysses
 from tests import reference
@@ -129,6 +131,40 @@ def test_refused_by_the_first_forward(case: str) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+class Recomputes(nn.Module):
+    """Not a module but a method is recomputed, in which torch's SDPA is called."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, 3 * DIM)
+        self.use_reentrant = use_reentrant
+
+    def _attend(self, x: Tensor) -> Tensor:
+        query, key, value = self.proj(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._attend, x, use_reentrant=self.use_reentrant)
+
+
+def test_a_method_that_would_be_recomputed_on_the_shard() -> None:
+    x = torch.randn(2, 5, DIM, requires_grad=True)
+    module = ulysses.wrap(Recomputes(use_reentrant=True), None)
+    with pytest.raises(ValueError, match="attends in a function under a reentrant checkpoint"):
+        module(x)
+
+
+def _recomputed_on_the_shard(rank: int, num_ranks: int) -> None:
+    module = ulysses.wrap(Recomputes(use_reentrant=False), dist.group.WORLD)
+    out = module(torch.randn(2, 5, DIM, requires_grad=True))
+    with pytest.raises(CheckpointError, match=r"torch.utils.checkpoint: .* tensors"):
+        out.sum().backward()
+
+
+def test_what_is_not_reentrant_tells_by_itself(pool) -> None:
+    pool(2).run(_recomputed_on_the_shard)
+
+
 class SkipsAttention(Block):
     """Does not call the attention that it holds."""
 
@@ -165,9 +201,12 @@ def test_a_function_is_no_module() -> None:
 
 def test_a_replaced_forward_is_refused() -> None:
     module = Decoder()
-    module.layers[1].forward = lambda x, positions: x
-    with pytest.raises(ValueError, match=re.escape("layers.1 (Block) has had its forward repl")):
+    attend = module.layers[1].attention
+    attend.forward = attend.forward
+    message = "layers.1.attention (SelfAttention) has had its forward replaced"
+    with pytest.raises(ValueError, match=re.escape(message)):
         ulysses.wrap(module, None)
+    assert "forward" not in vars(module)
 
 
 def _heads_and_axes(rank: int, num_ranks: int) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -61,7 +61,7 @@ def take_over(module: nn.Module, wrapping: Wrapping) -> None:
     memo: dict[int, Any] = {}
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            if isinstance(value, PreTrainedConfig):
+            if isinstance(value, PretrainedConfig):
                 setattr(part, name, copy.deepcopy(value, memo))
     for key in taken:
         own = memo[key]
@@ -74,7 +74,7 @@ def give_back(module: nn.Module) -> None:
     give_generation_back(module)
     for part in module.modules():
         for value in vars(part).values():
-            if isinstance(value, PreTrainedConfig):
+            if isinstance(value, PretrainedConfig):
                 replaced = value._attn_implementation
                 if isinstance(replaced, _Implementation):
                     value._attn_implementation_internal = replaced.original
@@ -86,7 +86,7 @@ def _configurations(module: nn.Module, wrapping: Wrapping) -> tuple[dict[int, st
     left: dict[int, str] = {}
     for name, site in wrapping.sites.items():
         config = getattr(module.get_submodule(name), "config", None)
-        if isinstance(config, PreTrainedConfig):
+        if isinstance(config, PretrainedConfig):
             (left if site.policy is Policy.LOCAL else taken).setdefault(id(config), site.name)
     return taken, left
 

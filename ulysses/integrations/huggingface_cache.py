@@ -34,7 +34,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class ShardedCache(Cache):  # type: ignore[misc]  # transformers has no types here
     """transformers' cache, of which every layer is a `KVCache`.
 
-    `lens` are all ranks' lengths of the prompt, set before its forward. `update` gives back the
+    `prompt_lens` are all ranks' parts of it, set before its forward. `update` gives back the
     rows that it was given; what came before new tokens is seen by those of `take_updated()` alone.
     """
 
@@ -42,8 +42,14 @@ class ShardedCache(Cache):  # type: ignore[misc]  # transformers has no types he
         attention = wrapping.attention
         new_rows = functools.partial(KVCache, attention.group, backend=attention.backend)
         super().__init__(layer_class_to_replicate=functools.partial(_Layer, new_rows))
-        self.lens: tuple[int, ...] | None = None
+        self.prompt_lens: tuple[int, ...] | None = None
         self._updated: KVCache | None = None
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """How many tokens' rows each rank keeps."""
+        kept: tuple[int, ...] = self.layers[0].rows.lens if self.layers else ()
+        return kept
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +61,7 @@ class ShardedCache(Cache):  # type: ignore[misc]  # transformers has no types he
     ) -> tuple[Tensor, Tensor]:
         """[B, Hkv, l, D] of a layer: kept if they are the prompt's, and given back."""
         continues = layer_idx < len(self.layers) and self.layers[layer_idx].get_seq_length() > 0
-        super().update(key_states, value_states, layer_idx, self.lens)
+        super().update(key_states, value_states, layer_idx, self.prompt_lens)
         self._updated = self.layers[layer_idx].rows if continues else None
         return key_states, value_states
 

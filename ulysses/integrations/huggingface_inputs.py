@@ -49,12 +49,13 @@ def prepared(
         facts = replace(_facts_of_whole(given), cache=cache)
     else:
         _refuse_of_whole(model, given)
+        given.pop("cache_position", None)  # of 4.x; made again from this rank's tokens
         own, facts = _facts_of_part(scope, model, given)
         given |= own
         if "position_ids" in signature.parameters and "position_ids" not in given:
             given |= _positions(scope, model, facts, given)
         if cache is not None:
-            cache.lens = facts.lens
+            cache.prompt_lens = facts.lens
     scope.notes[FACTS] = facts
     if caches and (facts.documents or facts.document_of is not None):
         raise ValueError(

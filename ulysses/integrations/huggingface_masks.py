@@ -107,14 +107,12 @@ def read(function: Callable[..., Any]) -> Pattern:
     Padding and packing it captured of this rank's shard: they are left to the facts. Raises
     ValueError for a function of another kind, which knows the shard's own places only.
     """
-    if function is masking_utils.causal_mask_function:
-        return Pattern(is_causal=True)
-    if function is masking_utils.bidirectional_mask_function:
-        return Pattern()
     kind = getattr(function, "__qualname__", "").partition(".<locals>")[0]
     held = _captured(function)
     if getattr(function, "__module__", "") == masking_utils.__name__:
         match kind:
+            case "causal_mask_function":
+                return Pattern(is_causal=True)
             case "and_masks":
                 pattern = Pattern()
                 for part in held["mask_functions"]:
@@ -128,7 +126,11 @@ def read(function: Callable[..., Any]) -> Pattern:
                 return Pattern(chunk=held["chunk_size"])
             case "remap_positions_for_packed_sequence":
                 return read(held["mask_function"])
-            case "padding_mask_function" | "packed_sequence_mask_function":
+            case (
+                "bidirectional_mask_function"
+                | "padding_mask_function"
+                | "packed_sequence_mask_function"
+            ):
                 return Pattern()
     name = getattr(function, "__qualname__", repr(function))
     raise ValueError(
