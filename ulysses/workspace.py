@@ -12,7 +12,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-_MOST_BYTES = 1 << 26  # a process; with longer messages, the copy outweighs the pages
+# Kept in a process, and of a block: with long sequences memory counts for more than time.
+_MOST_BYTES, _LARGEST_BYTES = 24 << 20, 6 << 20
 
 
 class Workspace:
@@ -35,10 +36,10 @@ class Workspace:
 
     def give_back(self, borrowed: Tensor) -> None:
         """Keep a borrowed tensor for the next message; nothing may use its memory any more."""
-        if not _is_plain(borrowed) or borrowed.nbytes > _MOST_BYTES:
+        if not _is_plain(borrowed) or borrowed.nbytes > _LARGEST_BYTES:
             return
         with self._lock:
-            if self.kept_bytes + borrowed.nbytes > _MOST_BYTES:  # the shapes have changed
+            if self.kept_bytes + borrowed.nbytes > _LARGEST_BYTES:  # the shapes have changed
                 self._free.clear()
                 self.kept_bytes = 0
             self._free[borrowed.dtype, borrowed.numel()].append(borrowed)
