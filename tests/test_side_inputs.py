@@ -17,21 +17,20 @@ from ulysses.tiling import grids
 HEADS, DIM, LENS = 4, 16, (4, 4)
 LENGTH = sum(LENS)
 
+# By argument, and form of it: a call of that many rows with it.
 ARGUMENTS = {
-    "attn_mask, bool": lambda: {"attn_mask": reference.draw(LENGTH, LENGTH, seed=7) > 0},
-    "attn_mask, float": lambda: {"attn_mask": reference.draw(LENGTH, LENGTH, seed=7).float()},
-    "attn_mask, rows": lambda: {
-        "attn_mask": QueryRows(reference.draw(LENS[0], LENGTH, seed=7) > 0)
-    },
-    "attn_mask, causal bias": lambda: {"attn_mask": causal_lower_right(LENGTH, LENGTH)},
-    "dropout_p": lambda: {"dropout_p": 0.5},
-    "is_causal": lambda: {"is_causal": True},
-    "scale": lambda: {"scale": 0.9},
-    "window": lambda: {"window": (1, 1)},
-    "documents": lambda: {"documents": (0, 3, 8)},
-    "prefix_len": lambda: {"prefix_len": 7, "is_causal": True},
-    "alibi_slopes": lambda: {"alibi_slopes": torch.linspace(0.1, 0.9, HEADS)},
-    "sinks": lambda: {"sinks": torch.linspace(-1, 1, HEADS)},
+    "attn_mask, bool": lambda n: {"attn_mask": reference.draw(n, n, seed=7) > 0},
+    "attn_mask, float": lambda n: {"attn_mask": reference.draw(n, n, seed=7).float()},
+    "attn_mask, rows": lambda n: {"attn_mask": QueryRows(reference.draw(LENS[0], n, seed=7) > 0)},
+    "attn_mask, causal bias": lambda n: {"attn_mask": causal_lower_right(n, n)},
+    "dropout_p": lambda n: {"dropout_p": 0.5},
+    "is_causal": lambda n: {"is_causal": True},
+    "scale": lambda n: {"scale": 0.9},
+    "window": lambda n: {"window": (1, 1)},
+    "documents": lambda n: {"documents": (0, 3, n)},
+    "prefix_len": lambda n: {"prefix_len": n - 1, "is_causal": True},
+    "alibi_slopes": lambda n: {"alibi_slopes": torch.linspace(0.1, 0.9, HEADS)},
+    "sinks": lambda n: {"sinks": torch.linspace(-1, 1, HEADS)},
 }
 # These say how the tensors are spread, not what is computed.
 OF_THE_SPREAD = {"query", "key", "value", "seq_lens", "key_lens"}
@@ -42,24 +41,38 @@ def test_every_argument_of_the_layer_is_listed():
     assert names - OF_THE_SPREAD == {name.partition(",")[0] for name in ARGUMENTS}
 
 
+def _attend(layer: UlyssesAttention, way: str, own, options: dict) -> torch.Tensor:
+    if way == "with two rows of text":
+        text = tuple(reference.draw(1, 2, HEADS, DIM, seed=n).to(own[0].dtype) for n in (4, 5, 6))
+        return layer.joint(*own, prefix=text, **options)[0]
+    return layer.with_lse(*own, **options)[0] if way == "with_lse" else layer(*own, **options)
+
+
 def _with_and_without(
     rank: int, num_ranks: int, name: str, backend: str, dtype: torch.dtype, grid: tuple[int, int]
-) -> str:
+) -> dict[str, str]:
     if backend == "ascend":
         npu_ops.install()
     whole = [reference.draw(1, LENGTH, HEADS, DIM, seed=seed) for seed in range(3)]
     own = [reference.shard(tensor, LENS, rank).to(dtype) for tensor in whole]
-    layer, options = UlyssesAttention(dist.group.WORLD, backend=backend, grid=grid), None
-    with torch.no_grad():
-        plain = layer(*own, is_causal=name == "prefix_len")
-        options = ARGUMENTS[name]()
-        with counted() as counts:
-            try:
-                result = layer(*own, **options)
-            except ValueError as error:
-                named = repr(backend) in str(error) and not counts.collectives
-                return "refused" if named else f"refused late or without a name: {error}"
-    return "changed" if (result - plain).abs().max() > 1e-2 else "ignored"
+    layer = UlyssesAttention(dist.group.WORLD, backend=backend, grid=grid)
+    outcomes = {}
+    for way, length in (("alone", 8), ("with_lse", 8), ("with two rows of text", 10)):
+        with torch.no_grad():
+            plain = _attend(layer, way, own, {"is_causal": name == "prefix_len"})
+            options = ARGUMENTS[name](length)
+            with counted() as counts:
+                try:
+                    result = _attend(layer, way, own, options)
+                except (TypeError, ValueError) as error:
+                    named = f"{name.partition(',')[0]} " in str(error) or repr(backend) in str(
+                        error
+                    )
+                    in_time = named and not counts.collectives
+                    outcomes[way] = "refused" if in_time else f"late or without a name: {error}"
+                    continue
+        outcomes[way] = "changed" if (result - plain).abs().max() > 1e-2 else "ignored"
+    return outcomes
 
 
 @pytest.mark.parametrize("grid", grids(2))
@@ -70,8 +83,10 @@ def _with_and_without(
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_no_argument_is_ignored(pool, name, backend, dtype, grid):
     """Each changes the result, or is refused by name before anything is sent."""
-    outcomes = set(pool(2).run(_with_and_without, name, backend, dtype, tuple(grid)))
-    assert outcomes == {"changed"} or (backend == "ascend" and outcomes == {"refused"})
+    refused = {("with two rows of text", "attn_mask, rows")}  # of the sharded rows, or of all?
+    for outcomes in pool(2).run(_with_and_without, name, backend, dtype, tuple(grid)):
+        for way, outcome in outcomes.items():
+            assert outcome == "refused" if (way, name) in refused else "changed", way
 
 
 BAD = {

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ulysses.loss import token_loss as token_loss
     from ulysses.mesh import init_mesh as init_mesh
     from ulysses.parallel import parallelize as parallelize
+    from ulysses.sequence import documents_of as documents_of
     from ulysses.sequence import gather_sequence_slice_grads as gather_sequence_slice_grads
     from ulysses.sequence import gather_sequence_sum_grads as gather_sequence_sum_grads
     from ulysses.sequence import position_ids as position_ids
@@ -69,6 +70,7 @@ _HOMES = {
     "data_loader": "ulysses.data",
     "data_seed": "ulysses.draws",
     "describe": "ulysses.wrapping",
+    "documents_of": "ulysses.sequence",
     "gather_sequence_slice_grads": "ulysses.sequence",
     "gather_sequence_sum_grads": "ulysses.sequence",
     "grad_norm": "ulysses.gradients",

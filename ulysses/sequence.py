@@ -117,6 +117,29 @@ def position_ids(
     return torch.arange(start, start + seq_lens[rank], device=device)
 
 
+def documents_of(positions: Tensor) -> tuple[int, ...]:
+    """The borders (0, ..., s) of packed documents, from the whole sequence's positions.
+
+    `positions` [s] or [batch, s] count each document's tokens; one begins where they don't count
+    on by one. It reads them on the host: call it once a step, and pass the result to all layers.
+
+    Raises ValueError for positions of another kind, or if rows of the batch differ in documents.
+    """
+    if positions.ndim not in (1, 2):
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)}: [s] or [batch, s] that count tokens are "
+            "needed, which text, height and width do not; pass borders as documents=(0, ..., s)"
+        )
+    rows = positions.unsqueeze(0) if positions.ndim == 1 else positions
+    begins = rows.diff() != 1
+    if not begins.equal(begins[:1].expand_as(begins)):
+        raise ValueError(
+            f"rows of positions {tuple(positions.shape)} hold different documents, which are one "
+            "for all rows: attend rows by themselves, or pass attn_mask"
+        )
+    return (0, *(begins[:1].any(0).nonzero().flatten() + 1).tolist(), positions.shape[-1])
+
+
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Next-token targets of a whole sequence [..., s]: each token's successor, none for the last.
 
