@@ -1,5 +1,6 @@
 """The layer against attention in one process: output and every gradient, on every grid."""
 
+import functools
 import itertools
 
 import pytest
@@ -21,6 +22,30 @@ def _lengths(num_ranks: int) -> list[tuple[int, ...]]:
     return [shard_lengths(13, num_ranks), shard_lengths(1, num_ranks), chosen]
 
 
+@functools.cache
+def _one_process(
+    heads: tuple[int, int],
+    length: int,
+    batch: int,
+    is_causal: bool,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Query, key, value, and an upstream gradient; the exact output, dq, dk, dv."""
+    num_heads, num_kv_heads = heads
+    dim, value_dim = dims
+    shapes = ((num_heads, dim), (num_kv_heads, dim), (num_kv_heads, value_dim))
+    shapes += ((num_heads, value_dim),)
+    given = [
+        reference.draw(batch, length, *shape, seed=seed, dtype=dtype)
+        for seed, shape in enumerate(shapes, 1)
+    ]
+    exact = [tensor.to(torch.float64, copy=True).requires_grad_() for tensor in given[:3]]
+    expected = reference.attention(*exact, band=Band(None, 0) if is_causal else Band())
+    expected.backward(given[3].double())
+    return given, [expected.detach(), *(tensor.grad for tensor in exact)]
+
+
 def _differences(
     attention: UlyssesAttention,
     heads: tuple[int, int],
@@ -34,25 +59,13 @@ def _differences(
 
     In units of the largest value of each, where that is over 1.
     """
-    num_heads, num_kv_heads = heads
-    dim, value_dim = dims
-    length, rank = sum(lens), attention.rank
-    whole = [
-        reference.draw(batch, length, num_heads, dim, seed=1, dtype=dtype),
-        reference.draw(batch, length, num_kv_heads, dim, seed=2, dtype=dtype),
-        reference.draw(batch, length, num_kv_heads, value_dim, seed=3, dtype=dtype),
-    ]
-    upstream = reference.draw(batch, length, num_heads, value_dim, seed=4, dtype=dtype)
+    rank = attention.rank
+    (*whole, upstream), want = _one_process(heads, sum(lens), batch, is_causal, dims, dtype)
     own = [reference.shard(t, lens, rank).clone().requires_grad_() for t in whole]
     out = attention(*own, is_causal=is_causal, seq_lens=lens)
     out.backward(reference.shard(upstream, lens, rank))
 
-    exact = [tensor.double().requires_grad_() for tensor in whole]
-    band = Band(None, 0) if is_causal else Band()
-    expected = reference.attention(*exact, band=band)
-    expected.backward(upstream.double())
     got = [out, *(tensor.grad for tensor in own)]
-    want = [expected, *(tensor.grad for tensor in exact)]
     shapes = [reference.shard(w, lens, rank).shape for w in want]
     assert [g.shape for g in got] == shapes
     assert all(g.dtype == dtype for g in got)

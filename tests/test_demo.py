@@ -18,8 +18,8 @@ from ulysses.launch.demo_model import document
 from ulysses.launch.demo_report import Part, Report, Request, Score, show
 from ulysses.tiling import Grid, tile_attention
 
-# Of the first 1001 tokens in float32, in the text of Python 3.11: other versions have other texts.
-KNOWN_LOSS = 2.5416
+# Of the first 301 tokens in float32, in the text of Python 3.11: other versions have other texts.
+KNOWN_LOSS = 2.8166
 KNOWN_TEXT = "893b572b"  # SHA-256 of its first 5,000 characters
 
 
@@ -118,13 +118,13 @@ def test_the_report_shows_tiles_costs_and_losses() -> None:
 
 
 def test_two_ranks_score_the_text_as_one_process_does() -> None:
-    """The one run with the real model: 1,001 tokens of the documentation, 9 heads on 2 ranks."""
+    """The one run with the real model: 301 tokens of the documentation, 9 heads on 2 ranks."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "ulysses.launch", "demo", "--sp", "2", "--tokens", "1001"]
+    command = [sys.executable, "-m", "ulysses.launch", "demo", "--sp", "2", "--tokens", "301"]
     done = subprocess.run(
         command, cwd="/", env=environment, capture_output=True, text=True, timeout=280
     )
@@ -136,6 +136,6 @@ def test_two_ranks_score_the_text_as_one_process_does() -> None:
         if beginning.startswith(KNOWN_TEXT):
             assert abs(float(loss) - KNOWN_LOSS) < 1e-4
         else:
-            assert 2.3 < float(loss) < 2.8
-    assert re.search(r"0 .   0-4 .  0-1000 .      0-1 ", done.stdout)
-    assert re.search(r"1 .   5-8 .  0-1000 .      1-2 ", done.stdout)
+            assert 2.4 < float(loss) < 3.2
+    assert re.search(r"0 .   0-4 .   0-300 .      0-1 ", done.stdout)
+    assert re.search(r"1 .   5-8 .   0-300 .      1-2 ", done.stdout)
