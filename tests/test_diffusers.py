@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import ulysses
+from examples import denoise
+from tests.test_mesh import release
 from tests.tiny_diffusers import PRELOADED as PRELOADED
 from tests.tiny_diffusers import inputs, model
 from ulysses.verify_report import Report
-
 
 # A model whose plan is not followed, by its list of layers.
 CROSS = [f"transformer_blocks.{layer}.attn2" for layer in range(2)]
@@ -74,6 +76,26 @@ def _recomputed(rank: int, num_ranks: int, kind: str) -> dict[str, Any]:
 def test_recomputed_layers(pool, kind):
     expected = gradients(model(kind), inputs(kind))
     for found in pool(2).run(_recomputed, kind):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def _split(rank: int, num_ranks: int) -> tuple[dict[str, Any], set[int | None]]:
+    """tp=2 x sp=2, the sharded gradients gathered."""
+    mesh = ulysses.init_mesh(sp=2, tp=2, device_type="cpu")
+    module = denoise.split_over_ranks(model("wan"), mesh["tp"])
+    ulysses.parallelize(module, mesh)
+    found = gradients(module, inputs("wan"))
+    ulysses.average_gradients(module.parameters(), mesh["sp"])
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    release(mesh)
+    return whole, {row.num_heads for row in ulysses.describe(module).rows}
+
+
+def test_tensor_parallelism_besides(pool):
+    expected = gradients(model("wan"), inputs("wan"))
+    for found, heads in pool(4).run(_split):
+        assert heads == {1}
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=name)
 

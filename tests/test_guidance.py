@@ -70,6 +70,9 @@ def _steps(rank: int, num_ranks: int, cfg: int) -> tuple[Tensor, list[str]]:
 def test_each_branch_runs_on_its_own_ranks(pool):
     expected, both = pool(1).run(_steps, 1)[0]
     assert both == ["with", "without", "with"] + ["with", "without"] * 2
+    for latent, ran in pool(2).run(_steps, 1):  # without the axis, all of them on every rank
+        assert torch.equal(latent, expected)
+        assert ran == both
     for rank, (latent, ran) in enumerate(pool(4).run(_steps, 2)):
         assert torch.equal(latent, expected)
         own = ("with", "without")[rank // 2]

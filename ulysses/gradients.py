@@ -27,8 +27,9 @@ _Groups = tuple[dist.ProcessGroup, ...]
 def average_gradients(parameters: Iterable[Tensor], group: Group) -> None:
     """Average plain gradients over the ranks, as DDP does, for a loop without DDP or FSDP2.
 
-    Collective over `group`, dp x sp. A rank without a gradient takes part with zeros, so that all
-    ranks make the same calls.
+    Collective over `group`, dp x sp. Of a tensor-parallel weight each rank averages its part, which
+    the ranks of `group` must have in common. A rank without a gradient takes part with zeros, so
+    that all ranks make the same calls.
     """
     found = process_group(group)
     if found is None:
@@ -38,8 +39,10 @@ def average_gradients(parameters: Iterable[Tensor], group: Group) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=found)
-        parameter.grad /= dist.get_world_size(found)
+        grad = parameter.grad
+        part = grad.to_local() if isinstance(grad, DTensor) else grad  # of tensor parallelism
+        dist.all_reduce(part, group=found)
+        part /= dist.get_world_size(found)
 
 
 def grad_norm(

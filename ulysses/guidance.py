@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ulysses.group import process_group
 from ulysses.sequence import gather_sequence_slice_grads
 from ulysses.wrap_lengths import tell
 
@@ -37,12 +36,10 @@ def run_branches(
     Collective over the mesh. Raises ValueError, on all ranks, if the groups were given different
     numbers of branches, or more than there are groups.
     """
-    axis = mesh["cfg"] if "cfg" in (mesh.mesh_dim_names or ()) else None
-    group = process_group(axis)
-    if axis is None or group is None:
+    if "cfg" not in (mesh.mesh_dim_names or ()) or mesh["cfg"].size() == 1:
         return [function(**branch) for branch in branches]
-    device = torch.device(mesh.device_type)
-    told = [number for (number,) in tell([len(branches)], group, device)]
+    axis, device = mesh["cfg"], torch.device(mesh.device_type)
+    told = [number for (number,) in tell([len(branches)], axis.get_group(), device)]
     if set(told) not in ({1}, {axis.size()}):
         raise ValueError(
             f"numbers of branches {told} (a rank of the axis cfg each): all must be 1, for a step "
