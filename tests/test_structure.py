@@ -1,13 +1,13 @@
 """Windows, documents and prefixes: who sees whom, what travels for it, what it takes to hold."""
 
-import weakref
+import contextlib
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 
 from tests import dense, reference
 from tests.counting import counted
@@ -164,56 +164,50 @@ def test_planning_looks_at_each_document_a_few_times(monkeypatch):
 # What it takes to hold.
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that are alive and were seen, and their peak."""
+def _allocated(profiler: profile) -> tuple[int, int]:
+    """The most bytes that lived at once of what was allocated, and the largest of them."""
+    events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes, initial=0)), max(changes, default=0)
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        super().__init__()
-        self.now = self.peak = self.largest = 0
-        self.seen: set[int] = set()
-        for tensor in tensors:
-            self.add(tensor)
 
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) in self.seen:
-            return
-        size = storage.nbytes()
-        self.seen.add(key)
-        self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-        weakref.finalize(storage, self.remove, key, size)
+def _kernels_own(length: int) -> int:
+    """What SDPA allocates besides its output and a number for each row."""
+    tensors = [torch.randn(1, 1, length, 64) for _ in range(3)]
+    with torch.no_grad(), profile(**MEMORY) as profiler:
+        out = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+    return _allocated(profiler)[0] - out.nbytes - 4 * length
 
-    def remove(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return result
+def test_the_kernel_holds_blocks_only():
+    """So that one which allocates its output alone may stand for it where it takes too long."""
+    assert _kernels_own(1024) == _kernels_own(4096) < 1 << 20
 
 
 def _output_alone(query, key, value, **options):
-    """All that SDPA allocates in torch's sight: its blocks are the kernel's own, and small."""
     return torch.zeros_like(query)
 
 
-def _held(rank: int, num_ranks: int, length: int, dim: int, options: dict) -> tuple[float, int]:
+def _held(
+    rank: int, num_ranks: int, length: int, dim: int, options: dict, is_long: bool
+) -> tuple[float, int]:
     own = [torch.randn(1, length // num_ranks, 4, dim) for _ in range(3)]
     layer = UlyssesAttention(dist.group.WORLD)
     (one,) = {tensor.untyped_storage().nbytes() for tensor in own}
-    live = _Live(*own)
-    quick = mock.patch("torch.nn.functional.scaled_dot_product_attention", _output_alone)
-    with quick, torch.no_grad(), live:
+    with contextlib.ExitStack() as stack:
+        if is_long:
+            sdpa = "torch.nn.functional.scaled_dot_product_attention"
+            stack.enter_context(mock.patch(sdpa, _output_alone))
+        stack.enter_context(torch.no_grad())
+        profiler = stack.enter_context(profile(**MEMORY))
         out = layer(*own, **options)
     assert out.untyped_storage().nbytes() == one
+    peak, largest = _allocated(profiler)
     # query, key, value, the output, and query, key and value in one buffer
-    return live.peak / (7 * one), live.largest
+    return (3 * one + peak) / (7 * one), largest
 
 
+MEMORY = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
 HELD = {
     "causal": {"is_causal": True},
     "a causal window": {"is_causal": True, "window": (1023, 0)},
@@ -227,7 +221,11 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_memory_is_that_of_the_tensors_and_one_buffer(pool, name):
-    """S = 32768, H = 4, D = 64 on 4 ranks; one S x S mask of bytes would be 1 GiB."""
-    for share, largest in pool(4).run(_held, 32768, 64, HELD[name]):
+    """S = 32768, H = 4, D = 64 on 4 ranks; one S x S mask of bytes would be 1 GiB.
+
+    The kernel's own memory is measured with it, but for causal attention: 32768 x 32768 scores a
+    rank are 15 s on two cores. With the kernel itself that call took 1.14 of the sizes.
+    """
+    for share, largest in pool(4).run(_held, 32768, 64, HELD[name], name == "causal"):
         assert share < 1.2
         assert largest < 32768 * 32768 / 32
