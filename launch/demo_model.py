@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -93,24 +94,41 @@ class ModelFile:
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens, with none added before or after it."""
-        from tokenizers import Tokenizer, models, pre_tokenizers
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these tokens."""
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         words = self._value("tokenizer.ggml.tokens")
         merges = [tuple(pair.split(" ")) for pair in self._value("tokenizer.ggml.merges")]
         vocabulary = {word: number for number, word in enumerate(words)}
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
-    def weights(self, on_tensor: Callable[[], object]) -> dict[str, Tensor]:
-        """float32 weights by transformers' names; `on_tensor` is called after each."""
+    def weights(
+        self, on_tensor: Callable[[], object], num_layers: int | None = None
+    ) -> dict[str, Tensor]:
+        """float32 weights by transformers' names, all or of the first layers.
+
+        `on_tensor` is called after each.
+        """
         from gguf import dequantize
 
         config, found = self.config(), {}
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for tensor in self._reader.tensors:
             *block, kind, _ = tensor.name.split(".")
+            if block and num_layers is not None and int(block[1]) >= num_layers:
+                continue
             weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
             if kind in heads:
                 weight = _halves_apart(weight, heads[kind])

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import ulysses
-from examples import finetune, plot_losses, vit_step
+from examples import finetune, generate, plot_losses, vit_step
 from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -151,3 +151,18 @@ def test_a_classifier_learns_as_in_one_process(pool: Pools, num_ranks: int, sp: 
     assert expected[-1] < expected[0]
     for curve in pool(num_ranks).run(_classified, sp):
         assert curve == pytest.approx(expected, abs=1e-4)
+
+
+def _gone_on(rank: int, num_ranks: int) -> generate.Continuation:
+    arguments = generate.parsed(["--tiny", "--device", "cpu", "--prompt", "101", "--new", "12"])
+    return generate.go_on(arguments, ulysses.init_mesh(sp=num_ranks, device_type="cpu"))
+
+
+def test_a_text_is_gone_on_with_as_in_one_process(pool: Pools) -> None:
+    (alone,) = pool(1).run(_gone_on)
+    assert alone.tokens.shape == (1, 113)
+    first, second = pool(2).run(_gone_on)
+    assert torch.equal(first.tokens, alone.tokens)
+    assert torch.equal(second.tokens, alone.tokens)
+    assert first.kept == (56, 56)
+    assert "keys and values of 56 + 56 tokens" in str(first)

@@ -60,9 +60,10 @@ def _sharded(
     model = ulysses.parallelize(build(kind), dist.group.WORLD)
     torch.manual_seed(seed)
     tokens, logits, cache = generated(model, **options)
-    layers = [layer.rows for layer in cache.layers] if cache is not None else []
-    assert len({rows.lens for rows in layers}) <= 1
-    return tokens, logits, layers[0].lens if layers else ()
+    if cache is None:
+        return tokens, logits, ()
+    assert {layer.rows.lens for layer in cache.layers} == {cache.lens}
+    return tokens, logits, cache.lens
 
 
 def compare(pool: Any, kind: str, num_ranks: int, **options: Any) -> list[tuple[int, ...]]:
