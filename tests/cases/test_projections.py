@@ -108,3 +108,34 @@ def _in_checkpoint(block: nn.Module, use_reentrant: bool):
 
 def test_recomputation_never_meets_other_sizes(pool):
     pool(4).run(_recomputed)
+
+
+def _kept_graphs(rank: int, num_ranks: int, grid: tuple[int, int], fuse_below: int) -> None:
+    """Two calls' graphs, gone through in both orders, with other calls in between."""
+    layer, lens = UlyssesAttention(dist.group.WORLD, grid=grid), shard_lengths(7, num_ranks)
+
+    def inputs(seed: int) -> list[torch.Tensor]:
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        whole = [reference.draw(2, 7, h, DIM, seed=seed + n) for n, h in enumerate(heads)]
+        return [reference.shard(tensor, lens, rank).requires_grad_() for tensor in whole]
+
+    def grads(out: torch.Tensor, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out.square().sum(), own, retain_graph=True)
+
+    with mock.patch.object(attention, "_FUSE_BELOW_BYTES", fuse_below):
+        ones, others = inputs(1), inputs(11)
+        alone = [grads(layer(*own, seq_lens=lens), own) for own in (ones, others)]
+        outs = [layer(*own, seq_lens=lens) for own in (ones, others)]
+        kept = [out.clone() for out in outs]
+        for order in ((0, 1), (1, 0)):
+            for i in order:
+                found = grads(outs[i], (ones, others)[i])
+                layer(*inputs(21), seq_lens=lens)
+                assert all(map(torch.equal, found, alone[i]))
+        assert all(map(torch.equal, outs, kept))
+
+
+@pytest.mark.parametrize("fuse_below", [1 << 21, 0], ids=["one message", "messages under way"])
+@pytest.mark.parametrize(("num_ranks", "grid"), [(2, (2, 1)), (4, (2, 2)), (4, (1, 4))])
+def test_memory_that_is_used_again_is_no_graphs(pool, num_ranks, grid, fuse_below):
+    pool(num_ranks).run(_kept_graphs, grid, fuse_below)

@@ -1,11 +1,15 @@
-"""Ranks of one group that call the layer with other lengths each."""
+"""Ranks of one group that call the layer with other lengths each, or do not know each other."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.pool import WorkerError
-from ulysses import UlyssesAttention
+from ulysses import UlyssesAttention, wrap
+
+
+def _attends() -> torch.nn.Module:
+    return torch.nn.MultiheadAttention(8, 2, batch_first=True)
 
 
 def _one_longer_shard(rank: int, num_ranks: int, check: bool) -> None:
@@ -27,3 +31,14 @@ def test_without_the_check_no_rank_returns_and_none_waits_for_ever(pool):
         pool(2).run(_one_longer_shard, False, timeout=20)
     assert sorted(refused.value.errors) == [0, 1]
     assert not any("no answer after" in text for _, text in refused.value.errors.values())
+
+
+@pytest.mark.parametrize("make", [UlyssesAttention, lambda group: wrap(_attends(), group)])
+def test_a_layer_made_before_the_groups_says_so(make, monkeypatch):
+    """On each of the launched processes it would see its own shard only."""
+    make(None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launched")
+    with pytest.raises(
+        ValueError, match=r"group=None .* pass .* mesh\[\"sp\"\] of ulysses.init_mesh"
+    ):
+        make(None)
