@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -75,17 +76,32 @@ def test_loss_logits_and_gradients(pool, kind, num_ranks):
         require_equal(found, expected)
 
 
-def _tensor_parallel(rank: int, num_ranks: int) -> dict[str, Tensor]:
-    """tp=2 x sp=2 by torch's own plan, the sharded gradients gathered."""
+def split_over_tp(model: Any, mesh: DeviceMesh, by: str) -> None:
+    """By the model's own plan, which both torch and transformers can follow."""
+    if by == "transformers":
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        plan = model._expand_parallel_plan(model.tp_plan)  # for each layer, as loading does
+        apply_tensor_parallelism(model, mesh, plan)
+    else:
+        styles = {
+            "colwise": ColwiseParallel(),
+            "rowwise": RowwiseParallel(),
+            "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+            "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        }
+        plan = {name: styles[style] for name, style in model.tp_plan.items()}
+        parallelize_module(model, mesh, plan)
+
+
+def _tensor_parallel(rank: int, num_ranks: int, by: str) -> tuple[dict[str, Tensor], Tensor]:
+    """tp=2 x sp=2, the sharded gradients gathered; and tokens that are generated."""
     model, inputs = model_and_inputs("wide llama")
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
-    plan |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], plan)
+    split_over_tp(model, mesh["tp"], by)
     ulysses.parallelize(model, mesh)
     found = run(model, inputs)
+    tokens = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
     heads = {(row.num_heads, row.num_kv_heads) for row in ulysses.describe(model).rows}
     assert heads == {(4, 2)}
     for name, value in list(found.items()):
@@ -94,13 +110,17 @@ def _tensor_parallel(rank: int, num_ranks: int) -> dict[str, Tensor]:
                 value = value.full_tensor()
             dist.all_reduce(value, group=mesh["sp"].get_group())
             found[name] = value / 2
-    return found
+    return found, tokens
 
 
-def test_tensor_parallelism_besides(pool):
-    expected = run(*model_and_inputs("wide llama"))
-    for found in pool(4).run(_tensor_parallel):
+@pytest.mark.parametrize("by", ["torch", "transformers"])
+def test_tensor_parallelism_besides(pool, by):
+    model, inputs = model_and_inputs("wide llama")
+    expected = run(model, inputs)
+    text = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    for found, tokens in pool(4).run(_tensor_parallel, by):
         require_equal(found, expected)
+        assert torch.equal(tokens, text)
 
 
 def _data_parallel(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ulysses
-from tests import tiny_transformers
+from tests import real_models, tiny_transformers
 from tests.pool import WorkerError, WorkerPool
 from tests.wrapped_models import Decoder
 from ulysses.launch import verify as command
@@ -225,6 +225,7 @@ def _family(rank: int, num_ranks: int, kind: str) -> Report:
     mesh = ulysses.init_mesh(sp=num_ranks, device_type="cpu")
     ids = tiny_transformers.ids(LENGTH)
     factory: Any = partial(tiny_transformers.build, kind)
+    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
     inputs, dims = {"input_ids": ids, "labels": ids, "use_cache": False}, {"input_ids": 1}
     if kind == "vit":
         factory, inputs = tiny_transformers.vision, {"pixel_values": torch.randn(2, 3, 8, 8)}
@@ -232,17 +233,36 @@ def _family(rank: int, num_ranks: int, kind: str) -> Report:
     if kind == "bert":
         del inputs["use_cache"]
     options = {"distribute": ulysses.parallelize, "shard_inputs": False}
-    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
     return ulysses.verify(factory, inputs, mesh, dims=dims, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss", "bert", "vit"])
-def test_families_of_transformers(pool: Pools, kind: str) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt_oss", "bert", "vit"])
+def test_families_of_transformers(pool: Pools, kind: str, num_ranks: int) -> None:
     """With the loss that the model makes of labels among the outputs, where it makes one."""
-    report = pool(3).run(_family, kind)[0]
+    report = pool(num_ranks).run(_family, kind)[0]
     assert report.agrees, str(report)
     compared = {row.what for row in report.rows}
     assert ("output['loss']" in compared) == (kind != "vit")
+    assert any(what.startswith("gradient of ") for what in compared)
+
+
+def _real(rank: int, num_ranks: int, model: nn.Module) -> Report:
+    mesh = ulysses.init_mesh(sp=num_ranks, device_type="cpu")
+    ids = tiny_transformers.ids(LENGTH)
+    inputs = {"input_ids": ids, "labels": ids} if hasattr(model, "lm_head") else {"input_ids": ids}
+    options: Any = {"distribute": ulysses.parallelize, "shard_inputs": False}
+    return ulysses.verify(
+        lambda: model, inputs, mesh, dims={"input_ids": 1}, dtype=torch.float32, **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "minilm"])
+def test_real_weights(pool: Pools, kind: str) -> None:
+    """The whole MiniLM; of SmolLM2, which the demo runs as a whole, the first two layers."""
+    report = pool(2).run(_real, real_models.build(kind, num_layers=2), timeout=180)[0]
+    assert report.agrees, str(report)
+    assert sum(row.what.startswith("gradient of ") for row in report.rows) >= 20
 
 
 def row_of(difference: float, allowed: float = 1e-6, what: str = "output") -> Row:

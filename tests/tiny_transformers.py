@@ -31,6 +31,7 @@ def build(kind: str) -> Any:
         model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
     elif kind == "wide llama":
         options |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+        options["tie_word_embeddings"] = False  # a plan cuts the two apart
         model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
     elif kind == "qwen3":
         model_type, config = hf.Qwen3ForCausalLM, hf.Qwen3Config(**options)

@@ -20,7 +20,7 @@ from ulysses.tiling import shard_lengths
 from ulysses.wrap_callable import Mesh, sequence_group
 from ulysses.wrap_families import families
 from ulysses.wrap_lengths import holds_tokens
-from ulysses.wrapping import wrap, wrapping_of
+from ulysses.wrapping import as_root, wrap, wrapping_of
 
 Outputs = Literal["gathered", "sharded"]
 
@@ -81,7 +81,9 @@ class _Sharding:
         gathered in any case.
         """
         if kept is not None:
-            logits = gather_sequence_sum_grads(out.logits, self.group, dim=1, seq_lens=kept)
+            rank, _ = rank_in(process_group(self.group))
+            own = out.logits[:, out.logits.shape[1] - kept[rank] :]
+            logits = gather_sequence_sum_grads(own, self.group, dim=1, seq_lens=kept)
             rest = {name: value for name, value in out.items() if name != "logits"}
             return type(out)(**self.returned(rest, lens), logits=logits)
         rank, num_ranks = rank_in(process_group(self.group))
@@ -121,7 +123,6 @@ def shard_inputs(
     )
     forward = _on_whole_inputs(getattr(model.forward, "__func__"), sharding)  # noqa: B009
     forward.ulysses_wrapping = wrapping  # type: ignore[attr-defined]
-    forward.ulysses_root = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
 
 
@@ -153,7 +154,7 @@ def _on_whole_inputs(inner: Callable[..., Any], sharding: _Sharding) -> Callable
         loss = _loss(out.logits, own_targets, count, sharding.loss_group)
         return type(out)(**{"loss": loss, **sharding.returned(out, lens)})
 
-    return forward
+    return as_root(forward)
 
 
 def _kept_rows(

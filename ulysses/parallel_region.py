@@ -26,6 +26,7 @@ from ulysses.wrapping import (
     Around,
     Forward,
     Names,
+    as_root,
     default_seq_dim,
     probe_once,
     require_no_mixers,
@@ -125,8 +126,7 @@ def _around_region(inner: Forward, wrapping: Wrapping) -> Forward:
             require_reached(self, scope)
             return out
 
-    forward.ulysses_root = True  # type: ignore[attr-defined]
-    return forward
+    return as_root(forward)
 
 
 def _layer(

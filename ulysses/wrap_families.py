@@ -42,7 +42,7 @@ class Family(Protocol):
     ) -> tuple[int, ...] | None:
         """Every rank's number of rows of logits, if `given` asks for some of the whole only.
 
-        `given` then asks for this rank's.
+        `given` then asks for this rank's, which are the last of those that are returned.
         """
         ...
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -222,8 +223,19 @@ def rooted(inner: Forward, wrapping: Wrapping) -> Forward:
             require_reached(self, scope)
             return out
 
-    forward.ulysses_root = True  # type: ignore[attr-defined]
-    return forward
+    return as_root(forward)
+
+
+def as_root(forward: Forward) -> Forward:
+    """The forward of a whole wrapped module, marked as such.
+
+    torch.compile leaves it in eager: a mode that looks at every function's call has no graph.
+    """
+    reason = "where a wrapped module's attention goes is decided on the host, call by call"
+    marked: Any = torch.compiler.disable(forward, reason=reason)
+    marked.ulysses_root = True
+    found: Forward = marked
+    return found
 
 
 def probe_once(

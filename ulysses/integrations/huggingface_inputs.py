@@ -86,7 +86,8 @@ def _refuse_of_whole(model: PreTrainedModel, given: dict[str, Any]) -> None:
 def take_rows(given: dict[str, Any], lens: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
     """Every rank's number of logits, where only the last of the whole are asked for.
 
-    `given` then asks for this rank's.
+    `given` then asks for this rank's, and for one more where it has none: DTensors of no rows are
+    too much for some layers.
     """
     kept = given.get("logits_to_keep", 0)
     if isinstance(kept, Tensor):
@@ -102,7 +103,7 @@ def take_rows(given: dict[str, Any], lens: tuple[int, ...], rank: int) -> tuple[
     counts = tuple(
         min(length, max(0, end - (ends[-1] - kept))) for length, end in zip(lens, ends, strict=True)
     )
-    given["logits_to_keep"] = torch.arange(lens[rank] - counts[rank], lens[rank])
+    given["logits_to_keep"] = torch.arange(lens[rank] - max(1, counts[rank]), lens[rank])
     return counts
 
 
