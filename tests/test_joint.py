@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from tests import reference
 from tests.counting import counted
+from ulysses.arguments import QueryRows, Replicated
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import Band
 from ulysses.backends.sdpa import SdpaAttention
-from ulysses.inputs import QueryRows, Replicated
 from ulysses.tiling import grids
 
 DIMS = (4, 4, 3)

@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ulysses.arguments import QueryRows as QueryRows
+    from ulysses.arguments import Replicated as Replicated
     from ulysses.attention import UlyssesAttention as UlyssesAttention
     from ulysses.cache import KVCache as KVCache
     from ulysses.config import Config as Config
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from ulysses.gradients import clip_grad_norm_ as clip_grad_norm_
     from ulysses.gradients import grad_norm as grad_norm
     from ulysses.guidance import run_branches as run_branches
-    from ulysses.inputs import QueryRows as QueryRows
-    from ulysses.inputs import Replicated as Replicated
     from ulysses.loss import Averages as Averages
     from ulysses.loss import count_targets as count_targets
     from ulysses.loss import gradient_mesh as gradient_mesh
@@ -58,8 +58,8 @@ _HOMES = {
     "Averages": "ulysses.loss",
     "Config": "ulysses.config",
     "KVCache": "ulysses.cache",
-    "QueryRows": "ulysses.inputs",
-    "Replicated": "ulysses.inputs",
+    "QueryRows": "ulysses.arguments",
+    "Replicated": "ulysses.arguments",
     "SequenceLoader": "ulysses.data",
     "UlyssesAttention": "ulysses.attention",
     "average_gradients": "ulysses.gradients",

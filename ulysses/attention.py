@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.agreement import require_agreement
+from ulysses.arguments import Arguments, QueryRows, Replicated
 from ulysses.autocast import in_autocast_dtype
 from ulysses.backends.base import LocalAttention
 from ulysses.backends.registry import get_backend
@@ -22,7 +23,7 @@ from ulysses.ends import Ends, Rows
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.grid import plan
 from ulysses.group import process_group, rank_in
-from ulysses.inputs import Arguments, QueryRows, Replicated, described
+from ulysses.inputs import described
 from ulysses.joint import image_and_text, with_ends
 from ulysses.tile_kernel import (
     Attend,

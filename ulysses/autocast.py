@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ulysses.arguments import Arguments, Replicated
 from ulysses.ends import Ends, Rows
-from ulysses.inputs import Arguments, Replicated
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.agreement import require_agreement
+from ulysses.arguments import Arguments
 from ulysses.backends.base import LocalAttention, Problem
 from ulysses.backends.registry import get_backend
 from ulysses.cache_rows import GrowingRows, levelled
@@ -31,7 +32,6 @@ from ulysses.cache_step import (
     structure_of,
 )
 from ulysses.group import process_group, rank_in
-from ulysses.inputs import Arguments
 from ulysses.sequence import lens_of_parts
 from ulysses.tile_kernel import Options, output_and_lse_of
 from ulysses.tiling import consecutive

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
+from ulysses.argument_checks import checked_mask_shape
+from ulysses.arguments import Arguments, QueryRows
 from ulysses.backends.base import Band, Piece, Problem
 from ulysses.group import rank_in
-from ulysses.inputs import Arguments, QueryRows, checked_mask_shape, described
+from ulysses.inputs import described
 from ulysses.sequence import gather_sequence_slice_grads
 from ulysses.structure import Structure
 from ulysses.tile_kernel import Attend, Options, attend_tile

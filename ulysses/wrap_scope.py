@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ulysses.arguments import QueryRows, Replicated
 from ulysses.attention import UlyssesAttention
 from ulysses.cache import KVCache
-from ulysses.inputs import QueryRows, Replicated
 from ulysses.sequence import gather_sequence_sum_grads
 from ulysses.wrap_lengths import Lengths
 from ulysses.wrap_policy import Policy

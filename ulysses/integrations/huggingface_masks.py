@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import masking_utils
 
-from ulysses.inputs import QueryRows
+from ulysses.arguments import QueryRows
 from ulysses.integrations.huggingface_cache import ShardedCache
 
 
