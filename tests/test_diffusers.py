@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import ulysses
 from examples import denoise
+from tests.pool import WorkerError
 from tests.test_mesh import release
 from tests.tiny_diffusers import PRELOADED as PRELOADED
 from tests.tiny_diffusers import inputs, model
@@ -122,6 +123,19 @@ def test_cross_attention_is_not_exchanged(pool):
     for number, policies in pool(2).run(_collectives, "wan"):
         assert policies == ["exchanged", "local"] * 2
         assert number == 1 + 2 * 2 + 1
+
+
+def _refused(rank: int, num_ranks: int) -> None:
+    given = inputs("qwen")
+    short = {"encoder_hidden_states": given["encoder_hidden_states"][:, :1]}
+    ulysses.parallelize(model("qwen"), dist.group.WORLD)(**{**given, **short})
+
+
+def test_a_text_without_a_token_for_each_rank_is_refused_on_all(pool):
+    message = "encoder_hidden_states of 1 tokens over 2 ranks: each needs at least one"
+    with pytest.raises(WorkerError, match=message) as caught:
+        pool(2).run(_refused)
+    assert set(caught.value.errors) == {0, 1}
 
 
 def pipeline(transformer: Any) -> Any:

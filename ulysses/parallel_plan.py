@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +139,13 @@ def _own_part(scope: Scope, name: str, value: Any, cuts: tuple[Cut | None, ...])
 def _own_rows(scope: Scope, name: str, tensor: Tensor, cut: Cut) -> Tensor:
     if cut.ndim not in (None, tensor.ndim):
         return tensor
-    lens = shard_lengths(tensor.shape[cut.dim], scope.attention.num_ranks)
+    length, num_ranks = tensor.shape[cut.dim], scope.attention.num_ranks
+    if length < num_ranks:
+        raise ValueError(
+            f"{name} of {length} tokens over {num_ranks} ranks: each needs at least one; pad it, "
+            "with a mask, or use a smaller sp"
+        )
+    lens = shard_lengths(length, num_ranks)
     scope.notes.setdefault(_CUT, {})[name] = lens
     return shard_sequence(tensor, scope.attention.group, dim=cut.dim, seq_lens=lens)
 
@@ -159,14 +166,17 @@ class _LengthsOfPlan(Lengths):
         self._cut = cut
 
     def of(self, tensor: Tensor, dim: int, site: str) -> Lens:
-        lens = super().of(tensor, dim, site)
+        lens: Lens | None = None
+        with suppress(ValueError):  # they are not the rows of the first attention
+            lens = super().of(tensor, dim, site)
         main = self._cut.get(MAIN, ())
         others = (zip(main, other, strict=True) for other in self._cut.values())
         joined = [tuple(map(sum, pairs)) for pairs in others] if main else []
-        if lens not in (main, *joined):
+        if lens is None or lens not in (main, *joined):
             raise ValueError(
-                f"{site} attends over {lens} rows (one a rank), which are neither those of {MAIN} "
-                f"nor these and another of what the model's plan shards, {dict(self._cut)}: shard "
-                "its layers, with ulysses.parallelize(model, mesh, region=...)"
+                f"{site} attends over {tensor.shape[dim]} rows on this rank, which are neither "
+                f"those of {MAIN} nor these and another of what the model's plan shards, "
+                f"{dict(self._cut)} (a rank each): unwrap the model, or shard its layers, with "
+                "ulysses.parallelize(model, mesh, region=...)"
             )
         return lens
