@@ -1,23 +1,11 @@
 """`ulysses doctor` on simulated NPUs: right as they are, and each planted fault named."""
 
-import os
-import subprocess
-import sys
-
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    "OMP_NUM_THREADS": "1",
-}
+from tests.npu.programs import ULYSSES, run
 
 
 def doctor(num_ranks: int, **variables: str) -> tuple[int, str]:
-    """The exit code, and all that was printed, as one line."""
-    command = [sys.executable, "-m", "ulysses.launch", "doctor", "--nproc", str(num_ranks)]
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, timeout=250
-    )
-    return done.returncode, done.stdout + done.stderr
+    """The exit code, and all that was printed."""
+    return run([*ULYSSES, "doctor", "--nproc", str(num_ranks)], **variables)
 
 
 def test_the_simulation_passes() -> None:
