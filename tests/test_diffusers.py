@@ -125,14 +125,42 @@ def test_cross_attention_is_not_exchanged(pool):
         assert number == 1 + 2 * 2 + 1
 
 
+def one_layer() -> tuple[Any, dict[str, Any]]:
+    """A layer of Wan, and what it is given: rows with their rotary positions, text and time."""
+    whole, given = model("wan"), inputs("wan")
+    draws = torch.Generator().manual_seed(3)
+    kinds = {"hidden_states": 27, "encoder_hidden_states": 5, "temb": 6}
+    states = {
+        name: torch.randn(2, length, 24, generator=draws, dtype=torch.float64)
+        for name, length in kinds.items()
+    }
+    return whole.blocks[0], {**states, "rotary_emb": whole.rope(given["hidden_states"])}
+
+
+def _layer(rank: int, num_ranks: int) -> torch.Tensor:
+    layer, given = one_layer()
+    ulysses.wrap(layer, dist.group.WORLD, local=["attn2"])
+    cut = functools.partial(ulysses.shard_sequence, group=dist.group.WORLD)
+    given["hidden_states"] = cut(given["hidden_states"])
+    given["rotary_emb"] = tuple(map(cut, given["rotary_emb"]))
+    out: torch.Tensor = layer(**given)
+    return ulysses.gather_sequence_slice_grads(out, dist.group.WORLD).detach()
+
+
+def test_a_layer_is_wrapped(pool):
+    layer, given = one_layer()
+    for found in pool(2).run(_layer):
+        torch.testing.assert_close(found, layer(**given), rtol=0, atol=1e-12)
+
+
 def _refused(rank: int, num_ranks: int) -> None:
-    given = inputs("qwen")
+    given = inputs("flux")
     short = {"encoder_hidden_states": given["encoder_hidden_states"][:, :1]}
-    ulysses.parallelize(model("qwen"), dist.group.WORLD)(**{**given, **short})
+    ulysses.parallelize(model("flux"), dist.group.WORLD)(**{**given, **short})
 
 
 def test_a_text_without_a_token_for_each_rank_is_refused_on_all(pool):
-    message = "encoder_hidden_states of 1 tokens over 2 ranks: each needs at least one"
+    message = "encoder_hidden_states has 1 tokens for 2 ranks, and each needs at least one"
     with pytest.raises(WorkerError, match=message) as caught:
         pool(2).run(_refused)
     assert set(caught.value.errors) == {0, 1}

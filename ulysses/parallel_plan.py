@@ -116,7 +116,8 @@ def _planned(inner: Forward, wrapping: Wrapping, *, part: PartPlan) -> Forward:
                 return out
             outputs = [out] if isinstance(out, Tensor) else list(out)
             for place, cut in part.outputs.items():
-                outputs[place] = _own_rows(scope, f"output {place}", outputs[place], cut)
+                name = f"{type(self).__name__}'s output {place}"
+                outputs[place] = _own_rows(scope, name, outputs[place], cut)
             for place, gathering in enumerate(part.gathered):
                 if gathering is not None:
                     outputs[place] = _gathered(scope, outputs[place], gathering)
@@ -142,8 +143,8 @@ def _own_rows(scope: Scope, name: str, tensor: Tensor, cut: Cut) -> Tensor:
     length, num_ranks = tensor.shape[cut.dim], scope.attention.num_ranks
     if length < num_ranks:
         raise ValueError(
-            f"{name} of {length} tokens over {num_ranks} ranks: each needs at least one; pad it, "
-            "with a mask, or use a smaller sp"
+            f"{name} has {length} tokens for {num_ranks} ranks, and each needs at least one: pad "
+            "the text, with a mask if the model takes one, or use a smaller sp"
         )
     lens = shard_lengths(length, num_ranks)
     scope.notes.setdefault(_CUT, {})[name] = lens
