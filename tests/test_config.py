@@ -27,6 +27,7 @@ def config(num_heads: int = 8, num_kv_heads: int | None = None, **parallel: Any)
     [
         ("demo", 2, (1, 2, 1), (9, 3, 64, 64, 30)),
         ("wan2.2_t2v_a14b", 8, (1, 4, 2), (40, 40, 128, 128, 40)),
+        ("wan_tiny", 4, (1, 2, 2), (4, 4, 20, 20, 2)),
         ("qwen3_32b", 16, (1, 4, 4), (64, 8, 128, 128, 64)),
         ("llama3_8b", 4, (1, 4, 1), (32, 8, 128, 128, 32)),
     ],
@@ -51,6 +52,7 @@ def test_every_shipped_file_is_tested() -> None:
     assert {path.stem for path in CONFIGS.iterdir()} == {
         "demo",
         "wan2.2_t2v_a14b",
+        "wan_tiny",
         "qwen3_32b",
         "llama3_8b",
     }
