@@ -259,7 +259,7 @@ def _real(rank: int, num_ranks: int, model: nn.Module) -> Report:
 
 @pytest.mark.parametrize("kind", ["smollm2", "minilm"])
 def test_real_weights(pool: Pools, kind: str) -> None:
-    """The whole MiniLM; of SmolLM2, which the demo runs as a whole, the first two layers."""
+    """The whole MiniLM; of SmolLM2, which the demo runs as a whole, two layers."""
     report = pool(2).run(_real, real_models.build(kind, num_layers=2), timeout=180)[0]
     assert report.agrees, str(report)
     assert sum(row.what.startswith("gradient of ") for row in report.rows) >= 20
