@@ -10,7 +10,6 @@ from torch import Tensor
 import ulysses
 from examples import denoise
 from tests.pool import WorkerPool
-from tests.test_mesh import release
 
 PRELOADED = ["torch._dynamo", "diffusers.models.transformers.transformer_wan"]
 CONFIG = Path(__file__).resolve().parents[1] / "configs/wan_tiny.yaml"
@@ -24,9 +23,7 @@ def alone(*words: str) -> Tensor:
 
 def _denoised(rank: int, num_ranks: int, degrees: dict[str, int]) -> Tensor:
     mesh = ulysses.init_mesh(**degrees, device_type="cpu")
-    found = denoise.denoised(denoise.parsed(WORDS), ulysses.load_config(CONFIG), mesh)
-    release(mesh)
-    return found
+    return denoise.denoised(denoise.parsed(WORDS), ulysses.load_config(CONFIG), mesh)
 
 
 def test_a_video_is_denoised_as_in_one_process(pool: Callable[[int], WorkerPool]) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 import ulysses
 from examples import denoise
 from tests.pool import WorkerError
-from tests.test_mesh import release
 from tests.tiny_diffusers import PRELOADED as PRELOADED
 from tests.tiny_diffusers import inputs, model
 from ulysses.verify_report import Report
@@ -89,7 +88,6 @@ def _split(rank: int, num_ranks: int) -> tuple[dict[str, Any], set[int | None]]:
     found = gradients(module, inputs("wan"))
     ulysses.average_gradients(module.parameters(), mesh["sp"])
     whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
-    release(mesh)
     return whole, {row.num_heads for row in ulysses.describe(module).rows}
 
 

@@ -39,7 +39,11 @@ def peers(degrees: tuple[int, int, int], rank: int) -> list[list[int]]:
 
 
 def release(mesh: DeviceMesh) -> None:
-    """Frees the groups that a mesh made, so that a standing worker does not collect them."""
+    """Frees the groups that a mesh made, so that a standing worker does not collect them.
+
+    Not of a mesh that DTensors were on: torch keeps how those are moved, with its groups, for any
+    later mesh that equals it.
+    """
     names = mesh.mesh_dim_names or ()
     for group in {mesh[axis].get_group() for axis in names} - {dist.group.WORLD}:
         dist.destroy_process_group(group)
