@@ -29,6 +29,7 @@ from ulysses.wrapping import (
     Around,
     Forward,
     Names,
+    as_root,
     require_no_mixers,
     require_reached,
     require_unwrapped,
@@ -93,8 +94,7 @@ def _whole_model(
             require_reached(self, scope)
             return out
 
-    forward.ulysses_root = True  # type: ignore[attr-defined]
-    return forward
+    return as_root(forward)
 
 
 def _planned(inner: Forward, wrapping: Wrapping, *, part: PartPlan) -> Forward:
