@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -93,7 +93,10 @@ def explain_if_degenerate(out: Tensor, reference: Reference) -> None:
         raise Wrong("output is all zeros")
 
 
-def told(raised: Exception) -> str:
-    """An exception in one line."""
-    line = " ".join(str(raised).split())[:300]
-    return line if isinstance(raised, Wrong) else f"{type(raised).__name__}: {line}"
+def tried(error: Callable[[], float | None]) -> tuple[float | None, str | None]:
+    """The error that a case comes to, or else its fault: whatever a kernel raises is a finding."""
+    try:
+        return error(), None
+    except Exception as raised:
+        line = " ".join(str(raised).split())[:300]
+        return None, line if isinstance(raised, Wrong) else f"{type(raised).__name__}: {line}"

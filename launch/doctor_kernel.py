@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,8 +24,8 @@ from ulysses.launch.doctor_compare import (
     error_of,
     explain_if_degenerate,
     referred,
-    told,
     training_error,
+    tried,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,11 +80,9 @@ def kernel_checks(kernel: LocalAttention, device: torch.device) -> Iterator[Kern
         reference = _reference(case, dtype)
         for layout, training in product(layouts, (False, True)):
             laid_out = replace(case, memory=(LAYOUTS[layout],) * 3)
-            error, fault = None, None
-            try:
-                error = _error(kernel, laid_out, dtype, device, reference, training=training)
-            except Exception as raised:  # whatever a kernel raises is a finding
-                fault = told(raised)
+            error, fault = tried(
+                partial(_error, kernel, laid_out, dtype, device, reference, training=training)
+            )
             yield KernelCheck(
                 operator=operator_name(kernel, case, dtype, device, training=training),
                 layout=layout,

@@ -6,6 +6,7 @@ One stack gave the average of the values for such a call of full attention (vllm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -20,8 +21,8 @@ from ulysses.launch.doctor_compare import (
     error_of,
     explain_if_degenerate,
     referred,
-    told,
     training_error,
+    tried,
 )
 from ulysses.structure import packed
 
@@ -51,11 +52,9 @@ def packed_checks(kernel: LocalAttention, device: torch.device) -> Iterator[Kern
         pieces = packed(_DOCUMENTS, _ROWS, band).pieces
         reference = _reference(pieces, dtype)
         for training in (False, True):
-            error, fault = None, None
-            try:
-                error = _error(kernel, pieces, dtype, device, reference, training=training)
-            except Exception as raised:  # whatever a kernel raises is a finding
-                fault = told(raised)
+            error, fault = tried(
+                partial(_error, kernel, pieces, dtype, device, reference, training=training)
+            )
             if error is None and fault is None:
                 continue
             yield KernelCheck(
