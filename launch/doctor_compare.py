@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Relative to the largest value. Half precisions round twice; float32 products may be rounded to
 # fewer bits by a matrix unit. A wrong mask, scale or head is off by far more.
-_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 _OF_TENSORS = ("gradient of query", "gradient of key", "gradient of value")
 
 
@@ -64,7 +64,7 @@ def error_of(compared: Sequence[tuple[str, Tensor, Tensor]]) -> float:
 
     The bound is that of the first one's dtype.
     """
-    bound = _BOUNDS[compared[0][1].dtype]
+    bound = BOUNDS[compared[0][1].dtype]
     return max(_difference(*each, bound) for each in compared)
 
 

@@ -18,12 +18,12 @@ import ulysses
 from ulysses.backends.base import Band
 from ulysses.conformance import reference_attention
 from ulysses.launch.doctor_check import ExchangeCheck
+from ulysses.launch.doctor_compare import BOUNDS
 from ulysses.tiling import shard_lengths
 
 _SIZES = {"4 KiB": 1 << 12, "16 MiB": 1 << 24}  # that a rank sends, what it keeps included
 _LAYER = "UlyssesAttention"
 _REPETITIONS = 3
-_BOUND = 4 * 2**-7  # of bfloat16, as for kernels
 
 
 def exchange_checks(
@@ -106,5 +106,6 @@ def _attention(device: torch.device, group: dist.ProcessGroup) -> ExchangeCheck:
     seconds = time.perf_counter() - start
     expected, _ = reference_attention(*whole, band=Band(None, 0), scale=shape[4] ** -0.5)
     error = (out - ulysses.shard_sequence(expected, group)).abs().max().item()
-    fault = None if error <= _BOUND * expected.abs().max() else f"output is off by {error:.2g}"
+    bound = BOUNDS[whole.dtype] * expected.abs().max()
+    fault = None if error <= bound else f"output is off by {error:.2g}"
     return ExchangeCheck(name=_LAYER, seconds=seconds, fault=fault)

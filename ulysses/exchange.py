@@ -79,44 +79,37 @@ def _apply(
     return tuple(result)
 
 
-class _ShardToTile(torch.autograd.Function):
-    """y_j = sum_i S_ij x_i, where S_ij picks the rows and heads of shard i that tile j needs."""
+class _Exchange(torch.autograd.Function):
+    """One way through one node, which keeps what the way back needs."""
 
     @staticmethod
     def forward(
-        ctx: Any, move: _Move, routes: list[Route], group: dist.ProcessGroup, *shards: Tensor
+        ctx: Any, move: _Move, routes: list[Route], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        return _remember(ctx, routes, group, move(shards, routes, group))
+        outputs = move(tensors, routes, group)
+        ctx.routes, ctx.group = routes, group
+        needed = ctx.needs_input_grad[3:]
+        # The output of a frozen input asks for no gradient either.
+        ctx.mark_non_differentiable(
+            *(output for output, need in zip(outputs, needed, strict=True) if not need)
+        )
+        return outputs
+
+
+class _ShardToTile(_Exchange):
+    """y_j = sum_i S_ij x_i, where S_ij picks the rows and heads of shard i that tile j needs."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _transposed(ctx, tile_to_shard, grads)
 
 
-class _TileToShard(torch.autograd.Function):
+class _TileToShard(_Exchange):
     """x_i = sum_j S_ij^T y_j: the transpose of `_ShardToTile`, hence its backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, move: _Move, routes: list[Route], group: dist.ProcessGroup, *tiles: Tensor
-    ) -> tuple[Tensor, ...]:
-        return _remember(ctx, routes, group, move(tiles, routes, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _transposed(ctx, partial(shard_to_tile, fused=False), grads)
-
-
-def _remember(
-    ctx: Any, routes: list[Route], group: dist.ProcessGroup, outputs: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Keep what backward needs; the output of a frozen input asks for no gradient either."""
-    ctx.routes, ctx.group = routes, group
-    needed = ctx.needs_input_grad[3:]
-    ctx.mark_non_differentiable(
-        *(output for output, need in zip(outputs, needed, strict=True) if not need)
-    )
-    return outputs
 
 
 def _transposed(
