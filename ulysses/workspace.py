@@ -39,7 +39,7 @@ class Workspace:
         if not _is_plain(borrowed) or borrowed.nbytes > _LARGEST_BYTES:
             return
         with self._lock:
-            if self.kept_bytes + borrowed.nbytes > _LARGEST_BYTES:  # the shapes have changed
+            if self.kept_bytes + borrowed.nbytes > _MOST_BYTES:  # the shapes have changed
                 self._free.clear()
                 self.kept_bytes = 0
             self._free[borrowed.dtype, borrowed.numel()].append(borrowed)
