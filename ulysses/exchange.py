@@ -70,7 +70,7 @@ def _apply(
     result = list(tensors)
     if moving:
         some, ways = [tensors[i] for i in moving], [routes[i] for i in moving]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in some):
             moved = function.apply(move, ways, group, *some)
         else:
             moved = move(some, ways, group)

@@ -31,15 +31,14 @@ class View(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a shard, and where it lies in the message."""
+    """A part of a shard, its rows and heads or all of it, and where it lies in the message."""
 
-    rows: slice
-    heads: slice
+    where: tuple[slice, slice, slice] | None
     view: View
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """The part in a shard [B, l, H, D], its axes as those of the view."""
-        return shard[:, self.rows, self.heads].view(self.view.size)
+        return shard.view(self.view.size) if self.where is None else shard[self.where]
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,11 @@ def layout(routes: tuple[Route, ...], rank: int, sizes: tuple[tuple[int, int], .
         shard = route.shards[rank].start
         return [
             Part(
-                slice(rows.start - shard, rows.stop - shard),
-                slice(heads.start, heads.stop),
+                (
+                    slice(None),
+                    slice(rows.start - shard, rows.stop - shard),
+                    slice(heads.start, heads.stop),
+                ),
                 tile_view(tensor, tile, rows, starts[tile]),
             )
             for tile, (rows, heads) in enumerate(zip(to_tiles, routes[tensor].heads, strict=True))
@@ -113,4 +115,4 @@ def _all_tiles(first: View, shard_sizes: list[int]) -> Part:
         stride=(of_batch, of_row, shard_sizes[0], *of_rest),
         offset=first.offset,
     )
-    return Part(slice(None), slice(None), view)
+    return Part(None, view)

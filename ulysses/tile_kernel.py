@@ -64,11 +64,7 @@ def attend_tile(
     query, key, value = tensors
     runs = []
     for heads, kv_heads in tile.runs or ((range(0), range(0)),):
-        of_run = (
-            query[:, :, heads.start : heads.stop],
-            key[:, :, kv_heads.start : kv_heads.stop],
-            value[:, :, kv_heads.start : kv_heads.stop],
-        )
+        of_run = _cut(query, 2, heads), _cut(key, 2, kv_heads), _cut(value, 2, kv_heads)
         together = _together(attend, tile, pieces, heads, of_run, options)
         if together is None:
             rows = [_apart(attend, tile, piece, heads, of_run, options) for piece in pieces]
@@ -99,12 +95,16 @@ def _apart(
 ) -> tuple[Tensor, ...]:
     """One piece of a run of heads."""
     own = _within(piece, Piece(tile.queries, tile.keys))
-    query, key, value = (
-        tensor[:, part.start : part.stop]
-        for tensor, part in zip(tensors, (own.queries, own.keys, own.keys), strict=True)
-    )
-    arguments = _arguments(tile, piece, heads, options)
-    return attend.piece(query, key, value, band=piece.band, **arguments)
+    query, key, value = tensors
+    cut = _cut(query, 1, own.queries), _cut(key, 1, own.keys), _cut(value, 1, own.keys)
+    return attend.piece(*cut, band=piece.band, **_arguments(tile, piece, heads, options))
+
+
+def _cut(tensor: Tensor, dim: int, part: range) -> Tensor:
+    """The part of a tensor that it has; all of it is no new view, a node in autograd."""
+    if len(part) == tensor.shape[dim]:
+        return tensor
+    return tensor[:, part.start : part.stop] if dim == 1 else tensor[:, :, part.start : part.stop]
 
 
 def _within(piece: Piece, whole: Piece) -> Piece:
