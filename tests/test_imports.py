@@ -21,6 +21,8 @@ ARROWS: dict[str, set[str]] = {
     "degrees": set(),
     "strict_yaml": set(),
     "agreement": set(),
+    "eager": set(),
+    "loaded": set(),
     "group": set(),
     "backends": set(),
     "config": {"degrees", "strict_yaml", "tiling"},
@@ -32,19 +34,28 @@ ARROWS: dict[str, set[str]] = {
     "call": {"tiling", "structure"},
     "grid": {"call"},
     "ends": set(),
-    "arguments": {"ends"},
+    "arguments": {"ends", "loaded"},
     "argument_checks": {"arguments"},
     "inputs": {"argument_checks", "call", "group"},
     "joint": {"ends", "exchange"},
     "autocast": {"arguments"},
     "tile_kernel": {"structure", "tiling"},
-    "attention": {"autocast", "exchange", "grid", "inputs", "joint", "tile_kernel", "agreement"},
+    "attention": {
+        "autocast",
+        "eager",
+        "exchange",
+        "grid",
+        "inputs",
+        "joint",
+        "tile_kernel",
+        "agreement",
+    },
     "sequence": {"exchange", "group"},
     "cache_rows": set(),
     "cache_step": {"inputs", "sequence", "tile_kernel"},
     "cache": {"agreement", "cache_rows", "cache_step"},
     "loss": {"sequence"},
-    "gradients": {"sequence"},
+    "gradients": {"loaded", "sequence"},
     "draws": {"sequence"},
     "guidance": {"wrap_lengths", "sequence"},
     "data": {"draws"},
@@ -106,6 +117,8 @@ GROUPLESS = PLAIN | {"backends"}  # nothing of torch.distributed
 OPTIONAL = ["diffusers", "gguf", "matplotlib", "torch_npu", "transformers"]
 # Loaded on request only, where a user who lacks the package is told so.
 NEEDS_OPTIONAL = ("ulysses.integrations.",)
+# Torch's own that take as long to import as the rest of it, in each process of a launch.
+SLOW = ["sympy", "torch._dynamo", "torch.distributed.tensor"]
 
 PROBE = """
 import importlib, json, pkgutil, sys
@@ -117,8 +130,9 @@ names = [found.name for found in pkgutil.walk_packages(ulysses.__path__, "ulysse
 for name in names:
     if not name.startswith(tuple(sys.argv[2].split())) and not name.endswith(".__main__"):
         importlib.import_module(name)
+slow = [name for name in sys.argv[3].split() if name in sys.modules]
 import torch.distributed
-print(json.dumps([loaded, names, torch.distributed.is_initialized()]))
+print(json.dumps([loaded, names, slow, torch.distributed.is_initialized()]))
 """
 
 
@@ -201,14 +215,15 @@ def test_the_environment_is_read_in_launch_only() -> None:
 
 def test_a_bare_install_imports_everything_without_a_process_group(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", PROBE]
-    command += [" ".join(OPTIONAL), " ".join(NEEDS_OPTIONAL)]
+    command += [" ".join(OPTIONAL), " ".join(NEEDS_OPTIONAL), " ".join(SLOW)]
     # The process is to find the same ulysses as this one, installed or not.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    loaded_by_ulysses, names, has_group = json.loads(done.stdout)
+    loaded_by_ulysses, names, slow, has_group = json.loads(done.stdout)
     assert loaded_by_ulysses == []
     assert set(names) == set(modules()) - {"ulysses"}
+    assert slow == []
     assert has_group is False

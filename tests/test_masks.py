@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention.bias import causal_upper_left
 
 from tests import dense, reference
 from tests.counting import counted
@@ -160,11 +161,11 @@ BAD = {
     "no tensor": (lambda: [[True]], "list"),
     "another device": (lambda: torch.ones(6, 6, device="meta"), "mask is on meta"),
     "a causal bias in QueryRows": (
-        lambda: QueryRows(torch.nn.attention.bias.causal_upper_left(3, 6)),
+        lambda: QueryRows(causal_upper_left(3, 6)),
         "causal bias .*by itself",
     ),
     "a causal bias of other lengths": (
-        lambda: torch.nn.attention.bias.causal_upper_left(3, 3),
+        lambda: causal_upper_left(3, 3),
         "the whole sequence has 6 and 6",
     ),
 }

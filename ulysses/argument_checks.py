@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from ulysses.arguments import NUMBERS, Arguments, QueryRows, Replicated
+from ulysses.loaded import is_causal_bias
 
 
 def check(arguments: Arguments) -> None:
@@ -117,12 +117,12 @@ def _check_mask_kind(arguments: Arguments) -> None:
     tensor = given.mask if isinstance(given, QueryRows) else given
     if tensor is None:
         return
-    if not isinstance(tensor, Tensor) or (tensor is not given and isinstance(tensor, CausalBias)):
+    if not isinstance(tensor, Tensor) or (tensor is not given and is_causal_bias(tensor)):
         raise TypeError(
             f"attn_mask is a {type(given).__name__} of {type(tensor).__name__}: pass a tensor, "
             "QueryRows of one, or a causal bias of torch.nn.attention.bias by itself"
         )
-    if isinstance(given, CausalBias) and arguments.is_causal:
+    if is_causal_bias(given) and arguments.is_causal:
         raise ValueError(
             "is_causal=True beside a causal bias, which says by itself what is seen: pass one"
         )

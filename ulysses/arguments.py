@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from ulysses.ends import NO_ENDS, Ends
+from ulysses.loaded import is_causal_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,14 @@ class Arguments:
         return self.query, _tensor_of(self.key), _tensor_of(self.value)
 
     @property
+    def causal_bias(self) -> Any:
+        """The mask, if it is a causal bias of torch.nn.attention.bias; else None."""
+        return self.attn_mask if is_causal_bias(self.attn_mask) else None
+
+    @property
     def mask(self) -> Tensor | None:
         """The mask tensor as [B|1, H|1, Sq|1, Sk|1], Sq being this rank's rows in `QueryRows`."""
-        if isinstance(self.attn_mask, CausalBias) or self.attn_mask is None:
+        if self.attn_mask is None or self.causal_bias is not None:
             return None
         mask = self.attn_mask.mask if isinstance(self.attn_mask, QueryRows) else self.attn_mask
         return mask[(None,) * (4 - mask.ndim)]
@@ -86,22 +92,26 @@ class Arguments:
     @property
     def signature(self) -> tuple[object, ...]:
         """All that a description and a plan of the call depend on: equal means equal plans."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = [_plain(values.pop(name)) for name in _TENSORS]
-        return torch.is_grad_enabled(), *tensors, *map(repr, values.values())
+        return torch.is_grad_enabled(), *map(_plain, _tensors(self)), repr(_others(self))
 
     @property
     def options(self) -> dict[str, Any]:
         """What is asked for besides the tensors, by name, for a comparison between ranks."""
         names = ("is_causal", "scale", "window", "documents", "prefix_len")
-        bias = self.attn_mask if isinstance(self.attn_mask, CausalBias) else None
+        bias = self.causal_bias
         kind = type(self.attn_mask).__name__ if bias is None else str(bias.variant)
         return {name: getattr(self, name) for name in names} | {"attn_mask": kind}
 
 
+_tensors = attrgetter(*_TENSORS)
+_others = attrgetter(*(field.name for field in fields(Arguments) if field.name not in _TENSORS))
+
+
 def _plain(value: Any) -> object:
     """A hashable stand-in for an argument: of a tensor, everything but its numbers."""
-    if isinstance(value, CausalBias):
+    if value is None:
+        return None
+    if is_causal_bias(value):
         return value.variant, value.seq_len_q, value.seq_len_kv
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ulysses.autocast import in_autocast_dtype
 from ulysses.backends.base import LocalAttention
 from ulysses.backends.registry import get_backend
 from ulysses.call import Call
+from ulysses.eager import in_eager
 from ulysses.ends import Ends, Rows
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.grid import plan
@@ -39,14 +40,8 @@ from ulysses.tiling import Grid, Route, Tile, Tiling, grids
 # ones are sent one by one, the next packed while the last is under way.
 _FUSE_BELOW_BYTES = 1 << 21
 _MOST_PLANS = 1024
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _in_eager(method: _Method) -> _Method:
-    """Left alone by torch.compile, which would guard and break in each line of the planning."""
-    reason = "attention over ranks is planned on the host, around collectives and one kernel"
-    left_alone: _Method = torch.compiler.disable(method, reason=reason)
-    return left_alone
+# torch.compile would guard and break in each line of the planning.
+_ON_THE_HOST = "attention over ranks is planned on the host, around collectives and one kernel"
 
 
 class UlyssesAttention(nn.Module):
@@ -79,7 +74,7 @@ class UlyssesAttention(nn.Module):
         self.check = check
         self.tiling: Tiling | None = None
 
-    @_in_eager
+    @in_eager(_ON_THE_HOST)
     def forward(
         self,
         query: Tensor,
@@ -144,7 +139,7 @@ class UlyssesAttention(nn.Module):
         )
         return out
 
-    @_in_eager
+    @in_eager(_ON_THE_HOST)
     def with_lse(
         self,
         query: Tensor,
@@ -165,7 +160,7 @@ class UlyssesAttention(nn.Module):
             lse = refusing_gradients(lse, out)
         return out, lse
 
-    @_in_eager
+    @in_eager(_ON_THE_HOST)
     def joint(
         self,
         query: Tensor,

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from ulysses.argument_checks import checked_mask_shape
 from ulysses.arguments import Arguments, QueryRows
@@ -40,7 +39,7 @@ def described_step(arguments: Arguments, length: int) -> Problem:
 
     Raises ValueError or TypeError for what can not be exact.
     """
-    if isinstance(arguments.attn_mask, (CausalBias, QueryRows)):
+    if isinstance(arguments.attn_mask, QueryRows) or arguments.causal_bias is not None:
         raise TypeError(
             f"attn_mask is {type(arguments.attn_mask).__name__}: new tokens are causal of "
             "themselves and on every rank; leave it out, or pass a mask [B, H, n, S]"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ulysses.group import process_group
+from ulysses.loaded import is_dtensor, local_part
 from ulysses.sequence import Group
 
 # Plain tensors that each hold a part of one whole, such as the weights of a tp rank: whose parts
@@ -40,7 +41,7 @@ def average_gradients(parameters: Iterable[Tensor], group: Group) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
-        part = grad.to_local() if isinstance(grad, DTensor) else grad  # of tensor parallelism
+        part = local_part(grad)  # of tensor parallelism
         dist.all_reduce(part, group=found)
         part /= dist.get_world_size(found)
 
@@ -111,9 +112,9 @@ def _by_groups(parameters: Iterable[Tensor], sharded: Sharded) -> dict[_Groups, 
 
 def _groups_of(parameter: Tensor) -> _Groups:
     """The groups along which a DTensor is cut; none for a plain tensor."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ()
-    gradient = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
+    gradient: Any = parameter.grad if is_dtensor(parameter.grad) else parameter
     if any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)} has placements {gradient.placements}: "
@@ -126,8 +127,7 @@ def _groups_of(parameter: Tensor) -> _Groups:
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """What this rank holds of the gradients."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _local_power(parameters: list[Tensor], norm_type: float) -> Tensor:

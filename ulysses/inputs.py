@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ulysses.argument_checks import check, checked_mask_shape
 from ulysses.arguments import Arguments, Replicated
@@ -97,16 +96,16 @@ def _structure(arguments: Arguments, num_queries: int, num_keys: int) -> Structu
 
 def _band(arguments: Arguments, num_queries: int, num_keys: int) -> Band:
     """Causality and window as one band of all rows and keys."""
-    bias, diagonal = arguments.attn_mask, 0
+    bias, diagonal = arguments.causal_bias, 0
     is_causal = arguments.is_causal
-    if isinstance(bias, CausalBias):
+    if bias is not None:
         if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
             raise ValueError(
                 f"attn_mask is a causal bias of {bias.seq_len_q} queries and {bias.seq_len_kv} "
                 f"keys: the whole sequence has {num_queries} and {num_keys}"
             )
         is_causal = True
-        if bias.variant == CausalVariant.LOWER_RIGHT:
+        if bias.variant.name == "LOWER_RIGHT":
             diagonal = num_keys - num_queries
     elif num_queries != num_keys and (is_causal or arguments.window is not None):
         raise ValueError(

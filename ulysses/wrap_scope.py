@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ulysses.arguments import QueryRows, Replicated
 from ulysses.attention import UlyssesAttention
 from ulysses.cache import KVCache
+from ulysses.eager import in_eager
 from ulysses.sequence import gather_sequence_sum_grads
 from ulysses.wrap_lengths import Lengths
 from ulysses.wrap_policy import Policy
@@ -168,7 +169,7 @@ class Scope:
                     "with ulysses.wrap_function, or name it in local=[...]"
                 )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which tiles exist is no graph
+    @in_eager("which tiles exist is decided on the host")
     def attend(
         self,
         query: Tensor,
@@ -212,7 +213,7 @@ class Scope:
             )
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @in_eager("which tiles exist is decided on the host")
     def attend_cached(
         self,
         cache: KVCache,

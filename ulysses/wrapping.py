@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ulysses import wrap_probe
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import LocalAttention
+from ulysses.eager import in_eager
+from ulysses.loaded import is_dtensor
 from ulysses.wrap_callable import Mesh, sequence_group
 from ulysses.wrap_families import families, plan_of
 from ulysses.wrap_lengths import Lengths, lengths_of_inputs
@@ -232,7 +232,7 @@ def as_root(forward: Forward) -> Forward:
     torch.compile leaves it in eager: a mode that looks at every function's call has no graph.
     """
     reason = "where a wrapped module's attention goes is decided on the host, call by call"
-    marked: Any = torch.compiler.disable(forward, reason=reason)
+    marked: Any = in_eager(reason)(forward)
     marked.ulysses_root = True
     found: Forward = marked
     return found
@@ -282,7 +282,7 @@ def require_whole_heads(module: nn.Module, found: dict[str, Site], mesh: Mesh) -
     num_ranks = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     for name, site in found.items():
         part = module.get_submodule(name)
-        split = any(isinstance(parameter, DTensor) for parameter in part.parameters())
+        split = any(map(is_dtensor, part.parameters()))
         if split and not hasattr(part, "config"):
             continue  # a count of its own is what tensor parallelism has left it
         counts = [count for count in declared_heads(part) if count]

@@ -149,7 +149,7 @@ def _attention(
         seen = {"attn_mask": attention_mask}
         if isinstance(attention_mask, Visible):
             seen = attention_mask.behind_a_cache()
-        options = {**seen, "dropout_p": dropout, "scale": scaling, "sinks": s_aux}
+        options: dict[str, Any] = {**seen, "dropout_p": dropout, "scale": scaling, "sinks": s_aux}
         return scope.attend_cached(rows, q_blhd, k_blhd, v_blhd, **options), None
     attend = functools.partial(
         scope.attend, q_blhd, k_blhd, v_blhd, dropout_p=dropout, scale=scaling, sinks=s_aux
