@@ -115,6 +115,7 @@ CASES = [
     ("gemma3", "padded"),
     ("gpt_oss", "padded"),
     ("bert", "padded"),
+    ("albert", "padded"),
 ]
 
 
@@ -126,3 +127,17 @@ def test_masks(pool, kind, case):
 @pytest.mark.parametrize("case", ["plain", "packed"])
 def test_gradient_checkpointing(pool, case):
     compare(pool(3).run(_sharded, "mistral", case, recomputed=True), "mistral", case)
+
+
+def _hidden(rank: int, num_ranks: int) -> Tensor:
+    model = ulysses.wrap(build("splinter"), dist.group.WORLD)
+    part = ulysses.shard_sequence(ids(LENGTH), dist.group.WORLD)
+    states = model(part).last_hidden_state
+    return ulysses.gather_sequence_slice_grads(states, dist.group.WORLD).detach()
+
+
+def test_an_encoder_that_always_makes_a_mask(pool):
+    """Of no padding too, as it does in transformers 4; alone, it has a softmax in float32."""
+    expected = build("splinter")(ids(LENGTH)).last_hidden_state
+    for found in pool(3).run(_hidden):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

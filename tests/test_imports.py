@@ -76,7 +76,7 @@ ARROWS: dict[str, set[str]] = {
     "wrap_sites": {"wrap_code", "wrap_mixers", "wrap_scope"},
     "wrap_multihead": {"wrap_scope", "sequence"},
     "wrap_callable": {"wrap_scope"},
-    "integrations": {"cache", "sharding_plan", "wrap_code", "wrap_scope", "sequence"},
+    "integrations": {"cache", "sharding_plan", "wrap_code", "wrap_scope", "wrap_sites", "sequence"},
     "sharding_plan": set(),
     "wrap_families": {"integrations"},
     "wrapping": {

@@ -48,8 +48,13 @@ def build(kind: str) -> Any:
         options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
         model_type, config = hf.GptOssForCausalLM, hf.GptOssConfig(**options)
     elif kind == "bert":
-        del options["num_key_value_heads"], options["head_dim"]
-        model_type, config = hf.BertForMaskedLM, hf.BertConfig(**options)
+        model_type, config = hf.BertForMaskedLM, hf.BertConfig(**_encoder())
+    elif kind == "bert decoder":
+        model_type, config = hf.BertLMHeadModel, hf.BertConfig(**_encoder(), is_decoder=True)
+    elif kind == "albert":
+        model_type, config = hf.AlbertForMaskedLM, hf.AlbertConfig(**_encoder(), embedding_size=8)
+    elif kind == "splinter":
+        model_type, config = hf.SplinterModel, hf.SplinterConfig(**_encoder())
     else:
         raise ValueError(kind)
     torch.manual_seed(1)
@@ -60,6 +65,10 @@ def build(kind: str) -> Any:
         for parameter in model.parameters():  # small initial weights would hide what a mask does
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def _encoder() -> dict[str, Any]:
+    return {k: v for k, v in _COMMON.items() if k not in ("num_key_value_heads", "head_dim")}
 
 
 def ids(length: int, batch: int = 2) -> Tensor:
@@ -85,10 +94,15 @@ def vision(seed: int = 1) -> Any:
     return hf.ViTForImageClassification(config).double().eval()
 
 
-def pooled() -> Any:
-    """A BERT classifier, which looks at the first token alone; float64."""
+def pooled(kind: str) -> Any:
+    """A classifier, BERT or DistilBERT, which looks at the first token alone; float64."""
     import transformers as hf
 
-    options = {k: v for k, v in _COMMON.items() if k not in ("num_key_value_heads", "head_dim")}
     torch.manual_seed(1)
-    return hf.BertForSequenceClassification(hf.BertConfig(**options, num_labels=5)).double().eval()
+    if kind == "bert":
+        config = hf.BertConfig(**_encoder(), num_labels=5)
+        return hf.BertForSequenceClassification(config).double().eval()
+    config = hf.DistilBertConfig(
+        vocab_size=VOCABULARY, dim=24, hidden_dim=20, n_layers=2, n_heads=6, num_labels=5
+    )
+    return hf.DistilBertForSequenceClassification(config).double().eval()

@@ -26,8 +26,10 @@ from ulysses.integrations.huggingface_inputs import take_rows as take_rows
 from ulysses.integrations.huggingface_labels import shards_inputs as shards_inputs
 from ulysses.integrations.huggingface_labels import take_targets as take_targets
 from ulysses.integrations.huggingface_masks import Facts, Visible, read
+from ulysses.integrations.huggingface_padding import expands_padding, of_all_keys
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Wrapping, current_scope
+from ulysses.wrap_sites import SDPA
 
 NAME = "ulysses"
 
@@ -84,7 +86,11 @@ def _configurations(module: nn.Module, wrapping: Wrapping) -> tuple[dict[int, st
     """Configurations by id, with a site's name: of attention to exchange, and to leave alone."""
     taken: dict[int, str] = {}
     left: dict[int, str] = {}
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    own_masks = any(map(expands_padding, models))
     for name, site in wrapping.sites.items():
+        if own_masks and site.route == SDPA:
+            continue  # some of them make a mask for scaled_dot_product_attention by its name only
         config = getattr(module.get_submodule(name), "config", None)
         if isinstance(config, PretrainedConfig):
             (left if site.policy is Policy.LOCAL else taken).setdefault(id(config), site.name)
@@ -96,20 +102,27 @@ def routed(part: nn.Module, forward: Callable[..., Any], wrapping: Wrapping) -> 
     if not isinstance(part, PreTrainedModel):
         return forward
     signature = inspect.signature(forward)
+    expands = expands_padding(part)
 
     @functools.wraps(forward)
     def with_facts(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         with wrapping.scope() as scope:
-            if FACTS in scope.notes:  # the model around this one has been told
+            told = FACTS in scope.notes  # by the model around this one
+            if told and not expands:
                 return forward(self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
             given = dict(bound.arguments)
             given.pop("self", None)
             given.update(given.pop("kwargs", {}))
             try:
-                return forward(self, **prepared(scope, self, signature, given))
+                if not told:
+                    given = prepared(scope, self, signature, given)
+                if expands and not scope.takes_whole:
+                    given = of_all_keys(self, scope.notes[FACTS], given)
+                return forward(self, **given)
             finally:
-                scope.notes.pop(FACTS, None)
+                if not told:
+                    scope.notes.pop(FACTS, None)
 
     return with_facts
 
