@@ -15,6 +15,7 @@ import argparse
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 import ulysses
 from ulysses.launch.demo_model import ModelFile, build
@@ -136,8 +138,25 @@ def load_model(arguments: argparse.Namespace, device_type: str) -> tuple[nn.Modu
     return model.train().requires_grad_(True), encode
 
 
-def dataset(encode: Any, length: int, multiple: int) -> list[dict[str, Tensor]]:
-    """Samples of `length` tokens: a topic's name to begin with, which has no loss, then its text.
+@dataclass(frozen=True)
+class Samples(Dataset[dict[str, Tensor]]):
+    """Tokens of each sample, and how many of them are its prompt, which has no loss."""
+
+    tokens: list[tuple[list[int], int]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        tokens, num_prompt = self.tokens[place]
+        ids = torch.tensor(tokens)
+        labels = ids.clone()
+        labels[:num_prompt] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def dataset(encode: Any, length: int, multiple: int) -> Samples:
+    """Samples of `length` tokens: a topic's name to begin with, then a part of its text.
 
     Their number is a multiple of the global batch, so that every dp takes the same steps.
     """
@@ -146,15 +165,12 @@ def dataset(encode: Any, length: int, multiple: int) -> list[dict[str, Tensor]]:
         prompt, tokens = encode(f"The Python documentation on {name!r}:\n"), encode(text)
         room = length - len(prompt)
         for start in range(0, len(tokens) - room + 1, room):
-            ids = torch.tensor(prompt + tokens[start : start + room])
-            labels = ids.clone()
-            labels[: len(prompt)] = -100
-            samples.append({"input_ids": ids, "labels": labels})
-    return samples[: len(samples) // multiple * multiple]
+            samples.append((prompt + tokens[start : start + room], len(prompt)))
+    return Samples(samples[: len(samples) // multiple * multiple])
 
 
 def batches(
-    samples: list[dict[str, Tensor]], mesh: DeviceMesh, arguments: argparse.Namespace
+    samples: Samples, mesh: DeviceMesh, arguments: argparse.Namespace
 ) -> Iterator[list[dict[str, Tensor]]]:
     """This rank's micro-batches of every step, epoch after epoch."""
     whole, parts = arguments.global_batch, mesh["dp"].size() * arguments.accumulate

@@ -39,7 +39,7 @@ def one_process() -> list[float]:
     model: Any
     model, encode = finetune.load_model(arguments, "cpu")
     samples = finetune.dataset(encode, arguments.length, arguments.global_batch)
-    order = iter(DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True))  # type: ignore[arg-type]
+    order = iter(DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     curve = []
     for _ in range(STEPS):
