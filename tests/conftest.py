@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,13 +15,37 @@ import pytest
 # themselves have to be importable, here and in the pool's workers.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.pool import PRELOADED, WorkerPool
+from tests.pool import PRELOADED, WorkerPool, start_server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need workers come last: the server that these are forked from loads meanwhile."""
+    items.sort(key=_needs_workers)
+
+
+def _needs_workers(item: pytest.Item) -> bool:
+    return "pool" in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Workers fork with what their tests' modules name in PRELOADED: imported once, not in each."""
     for module in {item.getparent(pytest.Module).obj for item in session.items}:
         PRELOADED.extend(getattr(module, "PRELOADED", ()))
+    if any(map(_needs_workers, session.items)):
+        start_server()
+    gc.freeze()  # a full collection walks no more than what the tests have made
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command may start processes from this one, which has torch loaded already.
+
+    They find the same ulysses as this one, installed or not, away from the checkout.
+    """
+    monkeypatch.chdir("/")
+    path = os.pathsep.join(filter(None, sys.path))
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,10 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -72,6 +75,14 @@ class _Group:
 class _Worker:
     process: multiprocessing.process.BaseProcess
     connection: Connection
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """The server that workers are forked from; it begins to load PRELOADED, and nobody waits."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    return context
 
 
 class WorkerPool:
@@ -133,8 +144,7 @@ class WorkerPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = start_server()
         self._folder = tempfile.mkdtemp(prefix="ulysses-pool-")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -217,6 +227,7 @@ def _serve(
     group: _Group, connection: Connection, folder: str, environment: Mapping[str, str]
 ) -> None:
     """A worker's life: join the group, then answer calls until the pool closes the connection."""
+    gc.freeze()  # or each full collection would walk, and so copy, all that the server has loaded
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
     with _stack_path(folder, group.rank).open("w") as stack_file:

@@ -243,7 +243,11 @@ _FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "check", "text"), _FAULTS, ids=lambda value: str(value)[:40])
+def _name(value) -> str:
+    return value if isinstance(value, str) else value.__qualname__.replace(".<locals>.<lambda>", "")
+
+
+@pytest.mark.parametrize(("fault", "check", "text"), _FAULTS, ids=_name)
 def test_the_kit_sees_a_fault(fault, check, text):
     right = Subject(Faulty(), torch.device("cpu"), torch.float32)
     if fault is not LogSumExpInBaseTwo:

@@ -15,8 +15,8 @@ from ulysses.launch.demo_model import document
 from ulysses.launch.demo_report import Part, Report, Request, Score, show
 from ulysses.tiling import Grid, tile_attention
 
-# Of the first 301 tokens in float32, in the text of Python 3.11: other versions have other texts.
-KNOWN_LOSS = 2.8166
+# Of the first 101 tokens in float32, in the text of Python 3.11: other versions have other texts.
+KNOWN_LOSS = 2.8952
 KNOWN_TEXT = "893b572b"  # SHA-256 of its first 5,000 characters
 
 
@@ -116,8 +116,8 @@ def test_the_report_shows_tiles_costs_and_losses() -> None:
 
 @pytest.mark.usefixtures("launching")
 def test_two_ranks_score_the_text_as_one_process_does(capfd) -> None:
-    """The one run with the real model: 301 tokens of the documentation, 9 heads on 2 ranks."""
-    assert main(["demo", "--sp", "2", "--tokens", "301"]) == 0
+    """The one run with the real model: 101 tokens of the documentation, 9 heads on 2 ranks."""
+    assert main(["demo", "--sp", "2", "--tokens", "101"]) == 0
     out = capfd.readouterr().out
     losses = re.findall(r"(2 ranks|one process) . (\d\.\d{6})", out)
     assert [name for name, _ in losses] == ["2 ranks", "one process"]
@@ -126,6 +126,6 @@ def test_two_ranks_score_the_text_as_one_process_does(capfd) -> None:
         if beginning.startswith(KNOWN_TEXT):
             assert abs(float(loss) - KNOWN_LOSS) < 1e-4
         else:
-            assert 2.4 < float(loss) < 3.2
-    assert re.search(r"0 .   0-4 .   0-300 .      0-1 ", out)
-    assert re.search(r"1 .   5-8 .   0-300 .      1-2 ", out)
+            assert 2.4 < float(loss) < 3.4
+    assert re.search(r"0 .   0-4 .   0-100 .      0-1 ", out)
+    assert re.search(r"1 .   5-8 .   0-100 .      1-2 ", out)

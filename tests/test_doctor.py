@@ -343,12 +343,12 @@ def test_a_device_that_is_not_there(capsys):
     assert "WRONG: --device npu: No NPU: torch_npu is not installed" in capsys.readouterr().out
 
 
-def test_without_an_npu_one_line_says_so_and_gloo_is_tested():
-    command = [sys.executable, "-m", "ulysses.launch", "doctor", "--nproc", "2"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No NPU: torch_npu is not installed; sdpa and gloo are tested, on cpu\n" in done.stdout
-    assert "To be trusted: 2 x cpu, kernels and all-to-all are right." in done.stdout
+@pytest.mark.usefixtures("launching")
+def test_without_an_npu_one_line_says_so_and_gloo_is_tested(capfd):
+    assert main(["doctor", "--nproc", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "No NPU: torch_npu is not installed; sdpa and gloo are tested, on cpu\n" in out
+    assert "To be trusted: 2 x cpu, kernels and all-to-all are right." in out
 
 
 def test_a_rank_ends_when_its_time_is_up(tmp_path):

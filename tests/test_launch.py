@@ -36,27 +36,24 @@ ENVIRONMENT = {
 }
 
 
-def ulysses(*words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m ulysses.launch` with these words, away from the checkout."""
-    command = [sys.executable, "-m", "ulysses.launch", *map(str, words)]
-    return subprocess.run(
-        command, cwd="/", env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
-    )
-
-
 def written(folder: Path, text: str) -> Path:
     path = folder / "config.yaml"
     path.write_text(text)
     return path
 
 
-def test_the_example_runs_on_the_processes_that_the_configuration_asks_for(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("launching")
+def test_the_example_runs_on_the_processes_that_the_configuration_asks_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ulysses.launch.launch.end_process", lambda code: code)
     text = "parallel: {sp: 2}\nmodel: {num_heads: 3, head_dim: 8, dtype: float64, seq_len: 7}"
-    done = ulysses("launch", "--config", written(tmp_path, text), "-m", "ulysses.launch.example")
-    assert done.returncode == 0, done.stderr
+    config = written(tmp_path, text)
+    assert main(["launch", "--config", str(config), "-m", "ulysses.launch.example"]) == 0
+    out, err = capfd.readouterr()
     said = r"dp 1 x sp 2 x tp 1: largest difference from one process \d\.\de[+-]\d\d\n"
-    assert re.fullmatch(said, done.stdout)
-    assert "ulysses launch: 2 ranks = dp 1 x sp 2 x tp 1; dp takes what" in done.stderr
+    assert re.fullmatch(said, out)
+    assert "ulysses launch: 2 ranks = dp 1 x sp 2 x tp 1; dp takes what" in err
 
 
 def test_a_rank_that_raises_ends_the_group_with_its_traceback_within_5_seconds(

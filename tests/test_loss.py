@@ -118,14 +118,10 @@ def one_process(num_micro: int) -> Any:
     ("num_ranks", "sp", "wrapper", "num_micro", "checkpointed"),
     [
         (2, 2, "none", 2, False),
-        (2, 2, "ddp", 1, False),
         (2, 2, "ddp", 2, True),
         (2, 2, "fsdp2", 1, True),
-        (2, 2, "fsdp2", 2, False),
         (3, 3, "ddp", 2, False),
         (4, 2, "ddp", 1, True),
-        (4, 2, "ddp", 2, False),
-        (4, 2, "fsdp2", 1, False),
         (4, 2, "fsdp2", 2, True),
     ],
 )

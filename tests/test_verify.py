@@ -361,6 +361,7 @@ def test_the_exit_code_says_whether_it_differs(
     assert main(["verify", *WORDS]) == code
 
 
+@pytest.mark.usefixtures("launching")
 def test_the_command_compares_over_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *WORDS, "--sp", "2", "--length", "7"]) == 0
     assert "Decoder over 2 ranks is the same function as in one process." in capfd.readouterr().out

@@ -17,7 +17,7 @@ from tests.wrapped_models import DIM, Decoder, tokens
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["torch._dynamo", "transformers.models.llama.modeling_llama"]
+PRELOADED = ["torch._dynamo", "functorch.compile", "transformers.models.llama.modeling_llama"]
 LENGTH = 7
 
 
