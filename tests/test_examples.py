@@ -18,6 +18,7 @@ from tests.pool import WorkerPool
 Pools = Callable[[int], WorkerPool]
 
 PRELOADED = [
+    "fsspec",  # of torch's checkpoints
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
     "transformers.models.vit.modeling_vit",

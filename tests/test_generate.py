@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 
 import ulysses
 from tests.pool import WorkerError, WorkerPool
+from tests.tiny_transformers import PRELOADED as PRELOADED
 from tests.tiny_transformers import build, ids
 from ulysses.tiling import shard_lengths
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["transformers.models.llama.modeling_llama"]
 PROMPT, NEW = 7, 9  # uneven over 2 and 3 ranks, and more new tokens than the prompt has
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ulysses
 from tests import real_models, tiny_transformers
 from tests.pool import WorkerError, WorkerPool
+from tests.tiny_transformers import PRELOADED as PRELOADED
 from tests.wrapped_models import Decoder
 from ulysses.launch import verify as command
 from ulysses.launch.cli import main
@@ -24,7 +25,6 @@ from ulysses.verify_report import Report, Row, spans
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["transformers.models.llama.modeling_llama"]
 LENGTH = 11
 
 

@@ -5,6 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FAMILIES = [
+    "albert",
+    "bert",
+    "distilbert",
+    "gemma3",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "qwen3",
+    "splinter",
+    "vit",
+]
+PRELOADED = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES]
+
 VOCABULARY = 40
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
