@@ -1,14 +1,12 @@
 """What README says is true: its program, its configuration, its error and its file names."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.distributed import run as torchrun
 
 from ulysses.attention import UlyssesAttention
 from ulysses.config import Config
@@ -22,21 +20,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_ten_lines_run_on_two_ranks() -> None:
+@pytest.mark.usefixtures("launching")
+def test_the_ten_lines_run_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     script = ROOT / "examples/ten_lines.py"
     assert script.read_text() in blocks("python")
-    # The processes are to find the same ulysses as this one, installed or not.
-    path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    torchrun.main(["--standalone", "--nproc-per-node", "2", str(script)])
+    differences = re.findall(
+        r"largest difference from one process: ([-+.\de]+)", capfd.readouterr().out
     )
-    assert done.returncode == 0, done.stderr
-    differences = re.findall(r"largest difference from one process: ([-+.\de]+)", done.stdout)
     assert len(differences) == 2
     assert all(float(difference) < 1e-5 for difference in differences)
 
