@@ -227,6 +227,8 @@ def _serve(
     group: _Group, connection: Connection, folder: str, environment: Mapping[str, str]
 ) -> None:
     """A worker's life: join the group, then answer calls until the pool closes the connection."""
+    # Locks of a forking process need no tracker, which would miss the release of a killed worker's.
+    multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # or each full collection would walk, and so copy, all that the server has loaded
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
