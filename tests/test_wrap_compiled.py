@@ -14,6 +14,7 @@ import ulysses
 from tests import reference, tiny_transformers
 from tests.pool import WorkerPool
 from tests.wrapped_models import DIM, Decoder, tokens
+from ulysses.eager import in_eager
 
 Pools = Callable[[int], WorkerPool]
 
@@ -78,3 +79,19 @@ def step(model: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_compiled_models(pool: Pools, kind: str, num_graphs: int) -> None:
     for graphs in pool(2).run(_compiled, kind, timeout=180):
         assert graphs == (num_graphs, num_graphs)
+
+
+def test_the_first_call_may_be_compiled() -> None:
+    x = torch.linspace(0, 1, 5)
+    for fullgraph in (True, False):
+        left_alone = in_eager("the reason")(torch.sin)
+
+        def around(x: torch.Tensor, left_alone: Any = left_alone) -> torch.Tensor:
+            return left_alone(x + 1) * 2
+
+        compiled = torch.compile(around, backend="eager", fullgraph=fullgraph)
+        if fullgraph:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="the reason"):
+                compiled(x)
+        else:
+            assert all(torch.equal(compiled(x), around(x)) for _ in range(3))

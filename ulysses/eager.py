@@ -28,6 +28,8 @@ def in_eager(reason: str) -> Callable[[_Function], _Function]:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             if disabled is None:
+                if torch.compiler.is_dynamo_compiling():
+                    torch._dynamo.graph_break(msg=reason)  # told to who asks for one graph
                 disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)
 
