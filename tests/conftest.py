@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tests.pool import PRELOADED, WorkerPool, start_server
 
+gc.disable()  # until all is imported: thousands of modules make no garbage
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need workers come last: the server that these are forked from loads meanwhile."""
@@ -34,6 +36,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(_needs_workers, session.items)):
         start_server()
     gc.freeze()  # a full collection walks no more than what the tests have made
+    gc.enable()
 
 
 @pytest.fixture

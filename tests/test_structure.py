@@ -194,17 +194,21 @@ def _held(
     own = [torch.randn(1, length // num_ranks, 4, dim) for _ in range(3)]
     layer = UlyssesAttention(dist.group.WORLD)
     (one,) = {tensor.untyped_storage().nbytes() for tensor in own}
+    found = []
     with contextlib.ExitStack() as stack:
         if is_long:
             sdpa = "torch.nn.functional.scaled_dot_product_attention"
             stack.enter_context(mock.patch(sdpa, _output_alone))
         stack.enter_context(torch.no_grad())
-        profiler = stack.enter_context(profile(**MEMORY))
-        out = layer(*own, **options)
-    assert out.untyped_storage().nbytes() == one
-    peak, largest = _allocated(profiler)
-    # query, key, value, the output, and query, key and value in one buffer
-    return (3 * one + peak) / (7 * one), largest
+        # The least of some calls: gloo's thread may hold a message for a moment after its work.
+        for _ in range(4 if is_long else 1):
+            with profile(**MEMORY) as profiler:
+                out = layer(*own, **options)
+            assert out.untyped_storage().nbytes() == one
+            peak, largest = _allocated(profiler)
+            # query, key, value, the output, and query, key and value in one buffer
+            found.append(((3 * one + peak) / (7 * one), largest))
+    return min(found)
 
 
 MEMORY = {"activities": [ProfilerActivity.CPU], "profile_memory": True}

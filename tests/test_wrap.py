@@ -19,7 +19,7 @@ from tests.wrapped_models import (
     tokens,
 )
 
-RANKS = [1, 3, 4]
+RANKS = [1, 3]
 LENGTH = 7  # uneven over 2, 3 and 4 ranks
 
 
