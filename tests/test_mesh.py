@@ -45,6 +45,7 @@ def release(mesh: DeviceMesh) -> None:
     later mesh that equals it.
     """
     names = mesh.mesh_dim_names or ()
+    dist.barrier()  # another rank may still be connecting to this one
     for group in {mesh[axis].get_group() for axis in names} - {dist.group.WORLD}:
         dist.destroy_process_group(group)
 

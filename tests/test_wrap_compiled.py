@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import ulysses
 from tests import reference, tiny_transformers
-from tests.pool import WorkerPool
+from tests.pool import WorkerError, WorkerPool
 from tests.wrapped_models import DIM, Decoder, tokens
 from ulysses.eager import in_eager
 
@@ -81,17 +81,15 @@ def test_compiled_models(pool: Pools, kind: str, num_graphs: int) -> None:
         assert graphs == (num_graphs, num_graphs)
 
 
-def test_the_first_call_may_be_compiled() -> None:
-    x = torch.linspace(0, 1, 5)
-    for fullgraph in (True, False):
-        left_alone = in_eager("the reason")(torch.sin)
+def _first_call(rank: int, num_ranks: int, fullgraph: bool) -> list[torch.Tensor]:
+    torch.compiler.reset()
+    left_alone = in_eager("the reason")(torch.sin)
+    compiled = torch.compile(lambda x: left_alone(x) * 2, backend="eager", fullgraph=fullgraph)
+    return [compiled(torch.ones(1)) for _ in range(3)]
 
-        def around(x: torch.Tensor, left_alone: Any = left_alone) -> torch.Tensor:
-            return left_alone(x + 1) * 2
 
-        compiled = torch.compile(around, backend="eager", fullgraph=fullgraph)
-        if fullgraph:
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="the reason"):
-                compiled(x)
-        else:
-            assert all(torch.equal(compiled(x), around(x)) for _ in range(3))
+def test_the_first_call_may_be_compiled(pool: Pools) -> None:
+    (results,) = pool(1).run(_first_call, False)
+    assert results == [2 * torch.ones(1).sin()] * 3
+    with pytest.raises(WorkerError, match="the reason"):
+        pool(1).run(_first_call, True)
