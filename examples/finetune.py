@@ -140,33 +140,33 @@ def load_model(arguments: argparse.Namespace, device_type: str) -> tuple[nn.Modu
 
 @dataclass(frozen=True)
 class Samples(Dataset[dict[str, Tensor]]):
-    """Tokens of each sample, and how many of them are its prompt, which has no loss."""
+    """Samples of `length` tokens: a prompt, which has no loss, and a text from some place on."""
 
-    tokens: list[tuple[list[int], int]]
+    length: int
+    places: list[tuple[list[int], list[int], int]]  # prompt, text, and where in the text
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.places)
 
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        tokens, num_prompt = self.tokens[place]
-        ids = torch.tensor(tokens)
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        prompt, text, start = self.places[number]
+        ids = torch.tensor(prompt + text[start : start + self.length - len(prompt)])
         labels = ids.clone()
-        labels[:num_prompt] = -100
+        labels[: len(prompt)] = -100
         return {"input_ids": ids, "labels": labels}
 
 
 def dataset(encode: Any, length: int, multiple: int) -> Samples:
-    """Samples of `length` tokens: a topic's name to begin with, then a part of its text.
+    """Python's topics, each in parts behind a prompt that names it.
 
     Their number is a multiple of the global batch, so that every dp takes the same steps.
     """
-    samples = []
-    for name, text in sorted(topics.items()):
-        prompt, tokens = encode(f"The Python documentation on {name!r}:\n"), encode(text)
+    places = []
+    for name, topic in sorted(topics.items()):
+        prompt, text = encode(f"The Python documentation on {name!r}:\n"), encode(topic)
         room = length - len(prompt)
-        for start in range(0, len(tokens) - room + 1, room):
-            samples.append((prompt + tokens[start : start + room], len(prompt)))
-    return Samples(samples[: len(samples) // multiple * multiple])
+        places += [(prompt, text, start) for start in range(0, len(text) - room + 1, room)]
+    return Samples(length, places[: len(places) // multiple * multiple])
 
 
 def batches(
