@@ -41,13 +41,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command may start processes from this one, which has torch loaded already.
+    """Processes may be started, by a command in this one too, which has torch loaded already.
 
-    They find the same ulysses as this one, installed or not, away from the checkout.
+    They find the same ulysses as this one, installed or not, away from the checkout. What a command
+    adds to the environment is gone afterwards.
     """
     monkeypatch.chdir("/")
     path = os.pathsep.join(filter(None, sys.path))
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        for name in [name for name in os.environ if name.startswith("ULYSSES_")]:
+            del os.environ[name]
         yield
 
 

@@ -1,7 +1,6 @@
 """`ulysses doctor`: its rules, its self-tests on right and wrong kernels, and one whole run."""
 
 import io
-import os
 import subprocess
 import sys
 import time
@@ -35,11 +34,6 @@ from ulysses.launch.doctor_refusal import refusal_checks
 from ulysses.launch.doctor_report import rank_faults, show_checks
 
 CPU = torch.device("cpu")
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -351,11 +345,12 @@ def test_without_an_npu_one_line_says_so_and_gloo_is_tested(capfd):
     assert "To be trusted: 2 x cpu, kernels and all-to-all are right." in out
 
 
+@pytest.mark.usefixtures("launching")
 def test_a_rank_ends_when_its_time_is_up(tmp_path):
     """Alone, so that its own clock has to do it; the whole test takes longer than that."""
     command = [sys.executable, "-m", "ulysses.launch.doctor_rank", str(tmp_path), "cpu", "0.2"]
     start = time.monotonic()
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "Not through after 0.2 s" in done.stderr
     assert time.monotonic() - start < 60

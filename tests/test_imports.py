@@ -213,14 +213,11 @@ def test_the_environment_is_read_in_launch_only() -> None:
             assert not read, f"{module} reads the environment, lines {sorted(read)}"
 
 
+@pytest.mark.usefixtures("launching")
 def test_a_bare_install_imports_everything_without_a_process_group(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", PROBE]
     command += [" ".join(OPTIONAL), " ".join(NEEDS_OPTIONAL), " ".join(SLOW)]
-    # The process is to find the same ulysses as this one, installed or not.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     loaded_by_ulysses, names, slow, has_group = json.loads(done.stdout)
     assert loaded_by_ulysses == []

@@ -28,12 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WAN = ROOT / "configs/wan2.2_t2v_a14b.yaml"
 QWEN = ROOT / "configs/qwen3_32b.yaml"
 SCRIPT = ROOT / "tests/scripts/fail_on_rank_one.py"
-# A launched process is to find the same ulysses as this one, installed or not.
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("ULYSSES_")},
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    "OMP_NUM_THREADS": "1",
-}
+pytestmark = pytest.mark.usefixtures("launching")
 
 
 def written(folder: Path, text: str) -> Path:
@@ -42,7 +37,6 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("launching")
 def test_the_example_runs_on_the_processes_that_the_configuration_asks_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,8 +58,6 @@ def test_a_rank_that_raises_ends_the_group_with_its_traceback_within_5_seconds(
     lines = []
     with subprocess.Popen(
         [*command, str(SCRIPT), "an", "argument"],
-        cwd="/",
-        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -207,7 +199,7 @@ def test_a_refusal_takes_no_time_and_loads_no_torch(tmp_path: Path) -> None:
         "sys.exit(100 if 'torch' in sys.modules else code)"
     )
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 2
     assert time.monotonic() - start < 5
 
@@ -215,7 +207,6 @@ def test_a_refusal_takes_no_time_and_loads_no_torch(tmp_path: Path) -> None:
 def test_help_loads_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "ulysses.launch", "--help"],
-        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -288,9 +279,7 @@ def test_a_launched_script_sees_what_python_would_show_it(tmp_path: Path, module
     seen = []
     for prefix in ([], ["-m", "ulysses.launch.worker"]):
         command = [sys.executable, *prefix, *words, "-m", "x y"]
-        out = subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=True, timeout=60
-        )
+        out = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
         seen.append(json.loads(out.stdout))
     assert seen[0] == seen[1]
     assert seen[0][0] == "__main__"
@@ -302,9 +291,7 @@ def test_exit_handlers_get_their_time() -> None:
         "atexit.register(time.sleep, 60); atexit.register(print, 'handled'); ending.end_process(3)"
     )
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -14
     assert time.monotonic() - start < 10
 

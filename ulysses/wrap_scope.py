@@ -34,6 +34,7 @@ _OPAQUE = {
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 }
+_ON_THE_HOST = "which tiles exist is decided on the host"
 # The scopes that this thread has open, outermost first: a dynamic scope, as torch's modes are.
 _OPEN: ContextVar[tuple[Scope, ...]] = ContextVar("ulysses_open_scopes", default=())
 
@@ -169,7 +170,7 @@ class Scope:
                     "with ulysses.wrap_function, or name it in local=[...]"
                 )
 
-    @in_eager("which tiles exist is decided on the host")
+    @in_eager(_ON_THE_HOST)
     def attend(
         self,
         query: Tensor,
@@ -213,7 +214,7 @@ class Scope:
             )
         return out
 
-    @in_eager("which tiles exist is decided on the host")
+    @in_eager(_ON_THE_HOST)
     def attend_cached(
         self,
         cache: KVCache,
