@@ -16,6 +16,9 @@ PIP := $(BIN)/python -m pip
 NPU_PYTHON := .venv-npu/bin/python
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
+# Tests and the demo start many processes: each would compile ulysses again where none may keep it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo test differential test-npu check wheel test-wheel clean
 
 help:

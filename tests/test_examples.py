@@ -17,13 +17,6 @@ from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = [
-    "fsspec",  # of torch's checkpoints
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.vit.modeling_vit",
-]
-
 WORDS = ["--tiny", "--device", "cpu", "--length", "61", "--lr", "1e-2"]
 STEPS = 10
 

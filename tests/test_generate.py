@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 
 import ulysses
 from tests.pool import WorkerError, WorkerPool
-from tests.tiny_transformers import PRELOADED as PRELOADED
 from tests.tiny_transformers import build, ids
 from ulysses.tiling import shard_lengths
 

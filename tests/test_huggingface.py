@@ -9,7 +9,6 @@ from torch import Tensor
 
 import ulysses
 from tests import reference
-from tests.tiny_transformers import PRELOADED as PRELOADED
 from tests.tiny_transformers import VOCABULARY, build, ids
 
 LENGTH = 11  # uneven over 2, 3 and 4 ranks

@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ulysses
-from tests.tiny_transformers import PRELOADED as PRELOADED
 from tests.tiny_transformers import build, ids, pooled, vision
 from ulysses.wrapping import wrapping_of
 

@@ -18,8 +18,6 @@ from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"]
-
 
 def _trained(
     rank: int, num_ranks: int, folder: Path, sp: int | None, *words: str

@@ -18,7 +18,6 @@ from ulysses.eager import in_eager
 
 Pools = Callable[[int], WorkerPool]
 
-PRELOADED = ["torch._dynamo", "functorch.compile", "transformers.models.llama.modeling_llama"]
 LENGTH = 7
 
 

@@ -3,18 +3,15 @@
 from typing import Any
 
 import torch
+from diffusers import (
+    ChronoEditTransformer3DModel,
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    WanTransformer3DModel,
+)
 from torch import Tensor
-
-PRELOADED = [
-    "torch._dynamo",
-    "diffusers.models.transformers.transformer_chronoedit",
-    "diffusers.models.transformers.transformer_flux",
-    "diffusers.models.transformers.transformer_flux2",
-    "diffusers.models.transformers.transformer_ltx",
-    "diffusers.models.transformers.transformer_qwenimage",
-    "diffusers.models.transformers.transformer_wan",
-    "diffusers.pipelines.wan.pipeline_wan",
-]
 
 _WAN = {
     "num_attention_heads": 2,
@@ -32,19 +29,17 @@ _JOINT = {"attention_head_dim": 8, "num_attention_heads": 3, "joint_attention_di
 
 def model(kind: str) -> Any:
     """In float64 and evaluation mode, with the same weights on every rank."""
-    import diffusers
-
     torch.manual_seed(1)
     made: Any
     if kind == "wan from an image":
         options = {**_WAN, "image_dim": 6, "added_kv_proj_dim": 24, "num_layers": 1}
-        made = diffusers.WanTransformer3DModel(**options)
+        made = WanTransformer3DModel(**options)
     elif kind.startswith("wan"):
-        made = diffusers.WanTransformer3DModel(**_WAN)
+        made = WanTransformer3DModel(**_WAN)
     elif kind == "chronoedit":
-        made = diffusers.ChronoEditTransformer3DModel(**_WAN)
+        made = ChronoEditTransformer3DModel(**_WAN)
     elif kind == "flux":
-        made = diffusers.FluxTransformer2DModel(
+        made = FluxTransformer2DModel(
             in_channels=4,
             num_layers=1,
             num_single_layers=1,
@@ -53,7 +48,7 @@ def model(kind: str) -> Any:
             **_JOINT,
         )
     elif kind == "flux2":
-        made = diffusers.Flux2Transformer2DModel(
+        made = Flux2Transformer2DModel(
             in_channels=4,
             num_layers=1,
             num_single_layers=1,
@@ -62,7 +57,7 @@ def model(kind: str) -> Any:
             **_JOINT,
         )
     elif kind == "ltx":
-        made = diffusers.LTXVideoTransformer3DModel(
+        made = LTXVideoTransformer3DModel(
             in_channels=4,
             out_channels=4,
             num_attention_heads=2,
@@ -72,7 +67,7 @@ def model(kind: str) -> Any:
             caption_channels=5,
         )
     else:
-        made = diffusers.QwenImageTransformer2DModel(
+        made = QwenImageTransformer2DModel(
             in_channels=4, out_channels=1, num_layers=2, axes_dims_rope=(2, 2, 4), **_JOINT
         )
     return made.double().eval()

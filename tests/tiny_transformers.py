@@ -4,20 +4,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-FAMILIES = [
-    "albert",
-    "bert",
-    "distilbert",
-    "gemma3",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "qwen3",
-    "splinter",
-    "vit",
-]
-PRELOADED = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES]
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SplinterConfig,
+    SplinterModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 VOCABULARY = 40
 _COMMON: dict[str, Any] = {
@@ -38,37 +48,35 @@ _COMMON: dict[str, Any] = {
 
 def build(kind: str) -> Any:
     """The model, with the same weights on every rank, in evaluation mode."""
-    import transformers as hf
-
     options = dict(_COMMON)
     if kind == "llama":
-        model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
+        model_type, config = LlamaForCausalLM, LlamaConfig(**options)
     elif kind == "wide llama":
         options |= {"num_attention_heads": 8, "num_key_value_heads": 4}
         options["tie_word_embeddings"] = False  # a plan cuts the two apart
-        model_type, config = hf.LlamaForCausalLM, hf.LlamaConfig(**options)
+        model_type, config = LlamaForCausalLM, LlamaConfig(**options)
     elif kind == "qwen3":
-        model_type, config = hf.Qwen3ForCausalLM, hf.Qwen3Config(**options)
+        model_type, config = Qwen3ForCausalLM, Qwen3Config(**options)
     elif kind == "mistral":
-        model_type, config = hf.MistralForCausalLM, hf.MistralConfig(**options, sliding_window=3)
+        model_type, config = MistralForCausalLM, MistralConfig(**options, sliding_window=3)
     elif kind == "gemma3":
         kinds = ["sliding_attention", "full_attention"]
         options |= {"layer_types": kinds, "sliding_window": 3, "query_pre_attn_scalar": 4}
-        model_type, config = hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**options)
+        model_type, config = Gemma3ForCausalLM, Gemma3TextConfig(**options)
     elif kind == "gpt_oss":
         kinds = ["sliding_attention", "full_attention"]
         options |= {"layer_types": kinds, "sliding_window": 4}
         options |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-        model_type, config = hf.GptOssForCausalLM, hf.GptOssConfig(**options)
+        model_type, config = GptOssForCausalLM, GptOssConfig(**options)
     elif kind == "bert":
-        model_type, config = hf.BertForMaskedLM, hf.BertConfig(**_encoder())
+        model_type, config = BertForMaskedLM, BertConfig(**_encoder())
     elif kind == "bert decoder":
-        model_type, config = hf.BertLMHeadModel, hf.BertConfig(**_encoder(), is_decoder=True)
+        model_type, config = BertLMHeadModel, BertConfig(**_encoder(), is_decoder=True)
     elif kind == "albert":
-        model_type, config = hf.AlbertForMaskedLM, hf.AlbertConfig(**_encoder(), embedding_size=8)
+        model_type, config = AlbertForMaskedLM, AlbertConfig(**_encoder(), embedding_size=8)
     elif kind == "splinter":
-        model_type, config = hf.SplinterModel, hf.SplinterConfig(**_encoder())
+        model_type, config = SplinterModel, SplinterConfig(**_encoder())
     else:
         raise ValueError(kind)
     torch.manual_seed(1)
@@ -93,9 +101,7 @@ def ids(length: int, batch: int = 2) -> Tensor:
 
 def vision(seed: int = 1) -> Any:
     """A ViT classifier of 4 x 4 patches and a class token: 17 tokens; float64."""
-    import transformers as hf
-
-    config = hf.ViTConfig(
+    config = ViTConfig(
         hidden_size=24,
         num_hidden_layers=2,
         num_attention_heads=6,
@@ -105,18 +111,16 @@ def vision(seed: int = 1) -> Any:
         num_labels=5,
     )
     torch.manual_seed(seed)
-    return hf.ViTForImageClassification(config).double().eval()
+    return ViTForImageClassification(config).double().eval()
 
 
 def pooled(kind: str) -> Any:
     """A classifier, BERT or DistilBERT, which looks at the first token alone; float64."""
-    import transformers as hf
-
     torch.manual_seed(1)
     if kind == "bert":
-        config = hf.BertConfig(**_encoder(), num_labels=5)
-        return hf.BertForSequenceClassification(config).double().eval()
-    config = hf.DistilBertConfig(
+        config = BertConfig(**_encoder(), num_labels=5)
+        return BertForSequenceClassification(config).double().eval()
+    config = DistilBertConfig(
         vocab_size=VOCABULARY, dim=24, hidden_dim=20, n_layers=2, n_heads=6, num_labels=5
     )
-    return hf.DistilBertForSequenceClassification(config).double().eval()
+    return DistilBertForSequenceClassification(config).double().eval()

@@ -35,14 +35,16 @@ def average_gradients(parameters: Iterable[Tensor], group: Group) -> None:
     found = process_group(group)
     if found is None:
         return
+    sums = []
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
-        part = local_part(grad)  # of tensor parallelism
-        dist.all_reduce(part, group=found)
+        part = local_part(parameter.grad)  # of tensor parallelism
+        sums.append((part, dist.all_reduce(part, group=found, async_op=True)))
+    for part, work in sums:  # all on their way: a small one waits for no answer to another
+        work.wait()
         part /= dist.get_world_size(found)
 
 
