@@ -37,24 +37,26 @@ def referred(
 ) -> Reference:
     """Of an output in float64 that came of these; the upstream gradient is that of `dtype`."""
     query, _, value = tensors
-    gradients = torch.autograd.grad(output, tensors, upstream_of(output, dtype).double())
+    gradients = _gradients(output, tensors, dtype)
     group = query.shape[2] // value.shape[2]
     average = value.detach().mean(1, keepdim=True).repeat_interleave(group, 2)
     return Reference(output.detach(), gradients, average, None if lse is None else lse.detach())
 
 
-def upstream_of(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient for the output, the same on every device."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(output.shape, generator=generator).to(dtype)
+def _gradients(
+    output: Tensor, tensors: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Of the tensors; the output's own has values of `dtype`, the same on every device."""
+    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    # Handed over as a gradient, torch would load sympy to look at its shape: a second a process.
+    return torch.autograd.grad((output * drawn.to(dtype).to(output)).sum(), tensors)
 
 
 def training_error(
     output: Tensor, tensors: tuple[Tensor, Tensor, Tensor], reference: Reference
 ) -> float:
     """The largest relative error of the output and the gradients; raises Wrong beyond the bound."""
-    upstream = upstream_of(output, output.dtype).to(output.device)
-    gradients = torch.autograd.grad(output, tensors, upstream)
+    gradients = _gradients(output, tensors, output.dtype)
     compared = list(zip(_OF_TENSORS, gradients, reference.gradients, strict=True))
     return error_of([("output", output, reference.output), *compared])
 

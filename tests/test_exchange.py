@@ -1,9 +1,12 @@
 """The exchange alone: bit-exact moves, each way the other's transpose, and what they cost."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import ulysses.attention
 from tests import reference
 from tests.counting import counted
 from ulysses.attention import UlyssesAttention
@@ -107,8 +110,9 @@ def test_moves_every_bit_there_and_back(pool, num_ranks, fused):
     pool(num_ranks).run(_moves, fused)
 
 
-def _cost(rank: int, num_ranks: int, batch: int, length: int) -> None:
-    """Grid (P, 1) and P | Hkv, without and with the fused way."""
+def _cost(rank: int, num_ranks: int, batch: int, fuse_below: int) -> None:
+    """Grid (P, 1) and P | Hkv: a message for each tensor, or one for all."""
+    length = 16
     heads, kv_heads, dim = 8, 4, 16
     attention = UlyssesAttention(dist.group.WORLD, grid=(num_ranks, 1))
     local = length // num_ranks
@@ -117,10 +121,11 @@ def _cost(rank: int, num_ranks: int, batch: int, length: int) -> None:
     )
     upstream = torch.randn(batch, local, heads, dim)
     own_bytes = sum(t.numel() * 4 for t in (query, key, value, query))
-    with counted() as forward:
-        out = attention(query, key, value)
-    with counted() as backward:
-        torch.autograd.grad(out, (query, key, value), upstream)
+    with mock.patch.object(ulysses.attention, "_FUSE_BELOW_BYTES", fuse_below):
+        with counted() as forward:
+            out = attention(query, key, value)
+        with counted() as backward:
+            torch.autograd.grad(out, (query, key, value), upstream)
     call = Call(
         batch=batch,
         num_heads=heads,
@@ -136,16 +141,16 @@ def _cost(rank: int, num_ranks: int, batch: int, length: int) -> None:
     )
     assert attention.tiling == call.tiled(Grid(num_ranks, 1))
     for counts in (forward, backward):
-        assert len(counts.collectives) <= 4
+        assert len(counts.collectives) == (2 if fuse_below and counts is forward else 4)
         assert set(counts.collectives) == {"c10d::alltoall_base_"}
         assert counts.sent == attention.tiling.bytes_sent(rank, call.row_bytes)
         assert counts.copied <= own_bytes, (counts, own_bytes)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("length", [16, 4096])
-def test_costs_what_the_tiling_says_and_one_copy(pool, batch, length):
-    pool(4).run(_cost, batch, length)
+@pytest.mark.parametrize("fuse_below", [0, 1 << 21])
+def test_costs_what_the_tiling_says_and_one_copy(pool, batch, fuse_below):
+    pool(4).run(_cost, batch, fuse_below)
 
 
 def _window(rank: int, num_ranks: int) -> None:

@@ -44,19 +44,18 @@ def _perturbed(rank: int, num_ranks: int, name: str) -> list[str]:
     options, wrong = STRUCTURES[name], []
     visible = dense.Shape(**options).visible(LENGTH, LENGTH)
     rows = reference.shard(visible[None], LENS, rank)[0]
-    whole = [reference.draw(1, LENGTH, 4, 4, seed=seed) for seed in range(3)]
+    # One sample with each token changed, and one as it was.
+    whole = [
+        reference.draw(1, LENGTH, 4, 4, seed=seed).repeat(LENGTH + 1, 1, 1, 1) for seed in range(3)
+    ]
+    for tensor in whole[1:]:
+        tensor.diagonal(dim1=0, dim2=1).add_(1)
+    own = [reference.shard(tensor, LENS, rank) for tensor in whole]
     for grid in grids(num_ranks):
-        layer = UlyssesAttention(dist.group.WORLD, grid=grid)
-        before = layer(*(reference.shard(t, LENS, rank) for t in whole), **options, seq_lens=LENS)
-        for token in range(LENGTH):
-            changed = [tensor.clone() for tensor in whole]
-            for tensor in changed[1:]:
-                tensor[:, token] += 1
-            own = [reference.shard(tensor, LENS, rank) for tensor in changed]
-            after = layer(*own, **options, seq_lens=LENS)
-            moved = (before != after).flatten(2).any(2)[0]
-            if not torch.equal(moved, rows[:, token]):
-                wrong.append(f"{grid} token {token}: {moved} instead of {rows[:, token]}")
+        out = UlyssesAttention(dist.group.WORLD, grid=grid)(*own, **options, seq_lens=LENS)
+        moved = (out[:-1] != out[-1:]).flatten(2).any(2).T
+        if not torch.equal(moved, rows):
+            wrong.append(f"{grid}, rows by tokens: {moved} instead of {rows}")
     return wrong
 
 
@@ -194,21 +193,17 @@ def _held(
     own = [torch.randn(1, length // num_ranks, 4, dim) for _ in range(3)]
     layer = UlyssesAttention(dist.group.WORLD)
     (one,) = {tensor.untyped_storage().nbytes() for tensor in own}
-    found = []
     with contextlib.ExitStack() as stack:
         if is_long:
             sdpa = "torch.nn.functional.scaled_dot_product_attention"
             stack.enter_context(mock.patch(sdpa, _output_alone))
         stack.enter_context(torch.no_grad())
-        # The least of some calls: gloo's thread may hold a message for a moment after its work.
-        for _ in range(4 if is_long else 2):
-            with profile(**MEMORY) as profiler:
-                out = layer(*own, **options)
-            assert out.untyped_storage().nbytes() == one
-            peak, largest = _allocated(profiler)
-            # query, key, value, the output, and query, key and value in one buffer
-            found.append(((3 * one + peak) / (7 * one), largest))
-    return min(found)
+        with profile(**MEMORY) as profiler:
+            out = layer(*own, **options)
+    assert out.untyped_storage().nbytes() == one
+    peak, largest = _allocated(profiler)
+    # query, key, value, the output, and query, key and value in one buffer
+    return (3 * one + peak) / (7 * one), largest
 
 
 MEMORY = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
@@ -230,6 +225,9 @@ def test_memory_is_that_of_the_tensors_and_one_buffer(pool, name):
     The kernel's own memory is measured with it, but for causal attention: 32768 x 32768 scores a
     rank are 15 s on two cores. With the kernel itself that call took 1.14 of the sizes.
     """
-    for share, largest in pool(4).run(_held, 32768, 64, HELD[name], name == "causal"):
-        assert share < 1.2
-        assert largest < 32768 * 32768 / 32
+    for _ in range(4):  # again if gloo's thread held a message for a moment after its work
+        found = pool(4).run(_held, 32768, 64, HELD[name], name == "causal")
+        if max(found)[0] < 1.2:
+            break
+    assert max(found)[0] < 1.2
+    assert max(largest for _, largest in found) < 32768 * 32768 / 32
