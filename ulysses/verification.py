@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ulysses.data import check_same_across_ranks
-from ulysses.draws import replicated
 from ulysses.gradients import average_gradients
 from ulysses.sequence import shard_sequence
 from ulysses.tiling import shard_lengths
@@ -121,10 +121,19 @@ def _modules(
 ) -> tuple[nn.Module, nn.Module]:
     """The module plain and distributed, with the first rank's weights."""
     alone = factory().to(mesh.device_type, dtype).eval()
-    with torch.no_grad():
-        for tensor in alone.state_dict().values():
-            tensor.copy_(replicated(tensor, mesh["sp"]))
+    _take_first_rank_s(list(alone.state_dict().values()), mesh["sp"])
     return alone, distribute(copy.deepcopy(alone), mesh)
+
+
+def _take_first_rank_s(tensors: list[Tensor], group: DeviceMesh) -> None:
+    """All on their way at once, in place where memory is contiguous."""
+    received = [tensor.contiguous() for tensor in tensors]
+    process = group.get_group()
+    works = [dist.broadcast(t, group=process, group_src=0, async_op=True) for t in received]
+    for tensor, whole, work in zip(tensors, received, works, strict=True):
+        work.wait()
+        if whole is not tensor:
+            tensor.copy_(whole)
 
 
 def _sharded(inputs: Mapping[str, Any], dims: Mapping[str, int], group: DeviceMesh) -> Any:
