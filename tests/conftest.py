@@ -15,6 +15,7 @@ import pytest
 # themselves have to be importable, here and in the pool's workers.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from tests.forked import run_forked
 from tests.pool import WorkerPool, start_server
 
 gc.disable()  # until all is imported: thousands of modules make no garbage
@@ -28,10 +29,18 @@ def pytest_configure(config: pytest.Config) -> None:
         start_server([".".join(p.relative_to(folder.parent).with_suffix("").parts) for p in paths])
 
 
+def _needs_workers(item: pytest.Item) -> bool:
+    return not {"pool", "forking"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need workers come last: the server that these are forked from loads meanwhile."""
+    items.sort(key=_needs_workers)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """In any other run it loads what was collected, if that needs workers."""
-    users = [item for item in session.items if "pool" in getattr(item, "fixturenames", ())]
-    if users:
+    """In a run of some tests it loads those that need it."""
+    if users := [item for item in session.items if _needs_workers(item)]:
         start_server({item.getparent(pytest.Module).obj.__name__ for item in users})
     gc.freeze()  # a full collection walks no more than what the tests have made
     gc.enable()
@@ -50,6 +59,12 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("ULYSSES_")]:
             del os.environ[name]
         yield
+
+
+@pytest.fixture
+def forking(launching: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's ranks are forked with torch loaded, where torchrun would start them."""
+    monkeypatch.setattr("ulysses.launch.agent.run_torchrun", run_forked)
 
 
 @pytest.fixture(scope="session")

@@ -31,11 +31,13 @@ from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 120.0
+PRELOADED = ("torch.distributed.tensor", "einops", "pytest")
 GRACE = 3.0  # seconds that the other ranks get to answer once one has raised
 
 
@@ -76,13 +78,15 @@ class _Worker:
     connection: Connection
 
 
-def start_server(modules: Collection[str] = ("torch",)) -> None:
+def start_server(modules: Collection[str] = ()) -> None:
     """Starts what workers are forked from, unless it runs; nobody waits for it to load `modules`.
 
     The workers have what it has loaded: imported once, not in each of them.
     """
-    multiprocessing.forkserver.set_forkserver_preload(list(modules))
-    multiprocessing.forkserver.ensure_running()
+    multiprocessing.forkserver.set_forkserver_preload([*PRELOADED, *modules])
+    # No team of threads, which would be missed by what is forked.
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        multiprocessing.forkserver.ensure_running()
 
 
 class WorkerPool:

@@ -14,7 +14,7 @@ NUM_LAYERS = 2
 
 
 def build(kind: str) -> Any:
-    """SmolLM2-135M, the first layers and words, or all-MiniLM-L6-v2, the first words; float32."""
+    """The first layers and words of SmolLM2-135M or of all-MiniLM-L6-v2; float32."""
     if kind == "smollm2":
         file = ModelFile()
         config = {**file.config(), "num_hidden_layers": NUM_LAYERS, "vocab_size": WORDS}
@@ -29,4 +29,5 @@ def build(kind: str) -> Any:
     assert found.origin, "a package has a file"
     model = transformers.BertModel.from_pretrained(Path(found.origin).parent / "model")
     model.resize_token_embeddings(WORDS)
+    model.encoder.layer = model.encoder.layer[:NUM_LAYERS]
     return model.eval()

@@ -114,7 +114,7 @@ def test_the_report_shows_tiles_costs_and_losses() -> None:
     assert "The losses differ by 0.0e+00: equal to the tolerance of 1e-03." in text.getvalue()
 
 
-@pytest.mark.usefixtures("launching")
+@pytest.mark.usefixtures("forking")
 def test_two_ranks_score_the_text_as_one_process_does(capfd) -> None:
     """The one run with the real model: 101 tokens of the documentation, 9 heads on 2 ranks."""
     assert main(["demo", "--sp", "2", "--tokens", "101"]) == 0

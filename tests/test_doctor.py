@@ -337,7 +337,7 @@ def test_a_device_that_is_not_there(capsys):
     assert "WRONG: --device npu: No NPU: torch_npu is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("launching")
+@pytest.mark.usefixtures("forking")
 def test_without_an_npu_one_line_says_so_and_gloo_is_tested(capfd):
     assert main(["doctor", "--nproc", "2"]) == 0
     out = capfd.readouterr().out

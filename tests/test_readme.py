@@ -1,13 +1,17 @@
 """What README says is true: its program, its configuration, its error and its file names."""
 
+import contextlib
+import io
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from torch.distributed import run as torchrun
 
+from tests.pool import WorkerPool
 from ulysses.attention import UlyssesAttention
 from ulysses.config import Config
 from ulysses.degrees import Degrees
@@ -20,16 +24,18 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.usefixtures("launching")
-def test_the_ten_lines_run_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def _printed(rank: int, num_ranks: int, script: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue()
+
+
+def test_the_ten_lines_run_on_two_ranks(pool: Callable[[int], WorkerPool]) -> None:
     script = ROOT / "examples/ten_lines.py"
     assert script.read_text() in blocks("python")
-    torchrun.main(["--standalone", "--nproc-per-node", "2", str(script)])
-    differences = re.findall(
-        r"largest difference from one process: ([-+.\de]+)", capfd.readouterr().out
-    )
-    assert len(differences) == 2
-    assert all(float(difference) < 1e-5 for difference in differences)
+    for printed in pool(2).run(_printed, script):
+        (difference,) = re.findall(r"^largest difference from one process: (.+)$", printed, re.M)
+        assert float(difference) < 1e-5
 
 
 def test_the_configuration_is_accepted_with_the_processes_that_the_text_says() -> None:

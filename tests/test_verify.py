@@ -258,7 +258,7 @@ def _real(rank: int, num_ranks: int, model: nn.Module) -> Report:
 
 @pytest.mark.parametrize("kind", ["smollm2", "minilm"])
 def test_real_weights(pool: Pools, kind: str) -> None:
-    """All layers of MiniLM; of SmolLM2, which the demo runs as a whole, two."""
+    """Of MiniLM, and of SmolLM2, which the demo runs as a whole."""
     report = pool(2).run(_real, real_models.build(kind), timeout=180)[0]
     assert report.agrees, str(report)
     assert sum(row.what.startswith("gradient of ") for row in report.rows) >= 20
@@ -360,7 +360,7 @@ def test_the_exit_code_says_whether_it_differs(
     assert main(["verify", *WORDS]) == code
 
 
-@pytest.mark.usefixtures("launching")
+@pytest.mark.usefixtures("forking")
 def test_the_command_compares_over_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *WORDS, "--sp", "2", "--length", "7"]) == 0
     assert "Decoder over 2 ranks is the same function as in one process." in capfd.readouterr().out
