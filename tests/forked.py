@@ -10,6 +10,7 @@ import os
 import runpy
 import socket
 import sys
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -53,6 +54,7 @@ def _rank(rank: int, num_ranks: int, environment: Mapping[str, str], argv: list[
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = argv
+    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # by the server
     # The server's own output is the terminal's; torchrun's ranks would write to the test's.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
