@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ulysses.attention
 from tests import reference
 from tests.counting import counted
+from ulysses import tile_inputs
 from ulysses.attention import UlyssesAttention
 from ulysses.backends.base import Band
 from ulysses.call import Call
@@ -121,7 +121,7 @@ def _cost(rank: int, num_ranks: int, batch: int, fuse_below: int) -> None:
     )
     upstream = torch.randn(batch, local, heads, dim)
     own_bytes = sum(t.numel() * 4 for t in (query, key, value, query))
-    with mock.patch.object(ulysses.attention, "_FUSE_BELOW_BYTES", fuse_below):
+    with mock.patch.object(tile_inputs, "_FUSE_BELOW_BYTES", fuse_below):
         with counted() as forward:
             out = attention(query, key, value)
         with counted() as backward:

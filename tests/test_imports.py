@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ulysses"
 # Who may import whom, one row a room: a module of ulysses/, or a package below it. A room may also
 # import what its imports may. A new module gets a row here.
 ARROWS: dict[str, set[str]] = {
-    "tiling": set(),
+    "route": set(),
+    "tiling": {"route"},
     "degrees": set(),
     "strict_yaml": set(),
     "agreement": set(),
@@ -27,9 +28,9 @@ ARROWS: dict[str, set[str]] = {
     "backends": set(),
     "config": {"degrees", "strict_yaml", "tiling"},
     "mesh": {"degrees"},
-    "layout": {"tiling"},
+    "layout": {"route"},
     "workspace": set(),
-    "exchange": {"layout", "tiling", "workspace"},
+    "exchange": {"layout", "workspace"},
     "structure": {"backends"},
     "call": {"tiling", "structure"},
     "grid": {"call"},
@@ -37,20 +38,19 @@ ARROWS: dict[str, set[str]] = {
     "arguments": {"ends", "loaded"},
     "argument_checks": {"arguments"},
     "inputs": {"argument_checks", "call", "group"},
-    "joint": {"ends", "exchange"},
+    "joint": {"ends", "exchange", "tiling"},
     "autocast": {"arguments"},
     "tile_kernel": {"structure", "tiling"},
+    "tile_inputs": {"arguments", "call", "joint", "tile_kernel"},
     "attention": {
         "autocast",
         "eager",
-        "exchange",
         "grid",
         "inputs",
-        "joint",
-        "tile_kernel",
+        "tile_inputs",
         "agreement",
     },
-    "sequence": {"exchange", "group"},
+    "sequence": {"exchange", "group", "tiling"},
     "cache_rows": set(),
     "cache_step": {"inputs", "sequence", "tile_kernel"},
     "cache": {"agreement", "cache_rows", "cache_step"},
@@ -73,10 +73,11 @@ ARROWS: dict[str, set[str]] = {
     "wrap_probe": set(),
     "wrap_lengths": {"attention"},
     "wrap_scope": {"cache", "wrap_lengths", "wrap_policy"},
+    "wrap_open": {"wrap_scope"},
     "wrap_sites": {"wrap_code", "wrap_mixers", "wrap_scope"},
     "wrap_multihead": {"wrap_scope", "sequence"},
-    "wrap_callable": {"wrap_scope"},
-    "integrations": {"cache", "sharding_plan", "wrap_code", "wrap_scope", "wrap_sites", "sequence"},
+    "wrap_callable": {"wrap_open"},
+    "integrations": {"cache", "sharding_plan", "wrap_code", "wrap_open", "wrap_sites", "sequence"},
     "sharding_plan": set(),
     "wrap_families": {"integrations"},
     "wrapping": {
@@ -111,7 +112,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "launch": {"__init__"},
 }
-PLAIN = {"tiling", "degrees", "strict_yaml", "config"}  # Python only: no torch
+PLAIN = {"route", "tiling", "degrees", "strict_yaml", "config"}  # Python only: no torch
 GROUPLESS = PLAIN | {"backends"}  # nothing of torch.distributed
 
 OPTIONAL = ["diffusers", "gguf", "matplotlib", "torch_npu", "transformers"]

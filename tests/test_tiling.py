@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ulysses.backends.base import Band
+from ulysses.route import consecutive
 from ulysses.tiling import (
     Everything,
     Grid,
     Tile,
-    consecutive,
     grids,
     shard_lengths,
     tile_attention,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,27 +19,24 @@ from ulysses.backends.registry import get_backend
 from ulysses.call import Call
 from ulysses.eager import in_eager
 from ulysses.ends import Ends, Rows
-from ulysses.exchange import shard_to_tile, tile_to_shard
-from ulysses.grid import plan
+from ulysses.exchange import tile_to_shard
+from ulysses.grid import checked_grid, plan
 from ulysses.group import process_group, rank_in
 from ulysses.inputs import described
-from ulysses.joint import image_and_text, with_ends
+from ulysses.joint import image_and_text
+from ulysses.tile_inputs import tile_inputs
 from ulysses.tile_kernel import (
     Attend,
-    Options,
     attend_tile,
     output_and_lse_of,
     output_of,
     refusing_gradients,
 )
-from ulysses.tiling import Grid, Route, Tile, Tiling, grids
+from ulysses.tiling import Tiling
 
-# Query, key and value share a message while those between two ranks are smaller than this. Larger
-# ones are sent one by one, the next packed while the last is under way.
-_FUSE_BELOW_BYTES = 1 << 21
 _MOST_PLANS = 1024
 # torch.compile would guard and break in each line of the planning.
-_ON_THE_HOST = "attention over ranks is planned on the host, around collectives and one kernel"
+ON_THE_HOST = "attention over ranks is planned on the host, around collectives and one kernel"
 
 
 class UlyssesAttention(nn.Module):
@@ -70,11 +65,11 @@ class UlyssesAttention(nn.Module):
         self.backend = backend
         self._kernels: dict[str, LocalAttention] = {}  # by device type, as first asked for
         self._plans: dict[object, tuple[Call, LocalAttention, Tiling]] = {}  # by all they depend on
-        self.grid = _checked_grid(grid, self.num_ranks)
+        self.grid = checked_grid(grid, self.num_ranks)
         self.check = check
         self.tiling: Tiling | None = None
 
-    @in_eager(_ON_THE_HOST)
+    @in_eager(ON_THE_HOST)
     def forward(
         self,
         query: Tensor,
@@ -139,7 +134,7 @@ class UlyssesAttention(nn.Module):
         )
         return out
 
-    @in_eager(_ON_THE_HOST)
+    @in_eager(ON_THE_HOST)
     def with_lse(
         self,
         query: Tensor,
@@ -160,7 +155,7 @@ class UlyssesAttention(nn.Module):
             lse = refusing_gradients(lse, out)
         return out, lse
 
-    @in_eager(_ON_THE_HOST)
+    @in_eager(ON_THE_HOST)
     def joint(
         self,
         query: Tensor,
@@ -221,11 +216,7 @@ class UlyssesAttention(nn.Module):
         call, kernel, tiling = self._planned(arguments)
         attend = results_of(kernel)
         self.tiling = tiling
-        tensors, options = arguments.tensors, _options(arguments, call)
-        if self.group is not None:
-            tensors, options = self._to_tile(arguments, call, tiling, options)
-        if arguments.ends.tensors:
-            tensors = with_ends(tensors, arguments.ends, tiling, self.rank)
+        tensors, options = tile_inputs(arguments, call, tiling, self.rank, self.group)
         tile = tiling.tiles[self.rank]
         return tiling, attend_tile(attend, tile, call.structure, tensors, options)
 
@@ -258,79 +249,3 @@ class UlyssesAttention(nn.Module):
         if device_type not in self._kernels:
             self._kernels[device_type] = get_backend(self.backend, device_type)
         return self._kernels[device_type]
-
-    def _to_tile(
-        self, arguments: Arguments, call: Call, tiling: Tiling, options: Options
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
-        """What this rank's tile needs of query, key, value, and of a mask given in rows."""
-        assert self.group is not None, "a single process has its tile"
-        tile = tiling.tiles[self.rank]
-        query, key, value = arguments.tensors
-        moving, routes = [query], [tiling.query_route]
-        if not call.keys_replicated:
-            moving += [key, value]
-            routes += [tiling.key_route, tiling.key_route]
-        by_rows = isinstance(arguments.attn_mask, QueryRows)
-        if by_rows:
-            assert options.mask is not None, "rows of a mask are a mask"
-            moving.append(options.mask.transpose(1, 2))
-            routes.append(_mask_route(tiling, options.mask.shape[1]))
-        moved = shard_to_tile(moving, routes, self.group, fused=_is_small(call))
-        if call.keys_replicated:
-            tensors = (moved[0], _own_part(key, tile), _own_part(value, tile))
-        else:
-            tensors = (moved[0], moved[1], moved[2])
-        if by_rows:
-            options = replace(options, mask=moved[-1].transpose(1, 2), mask_is_of_tile=True)
-        return tensors, options
-
-
-def _options(arguments: Arguments, call: Call) -> Options:
-    """What the kernel is told. Every rank draws the seed, even where its tile is empty."""
-    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if call.dropout_p > 0 else 0
-    return Options(
-        scale=1 / math.sqrt(call.head_dim) if arguments.scale is None else arguments.scale,
-        dropout_p=call.dropout_p,
-        seed=seed,
-        mask=arguments.mask,
-        alibi_slopes=arguments.alibi_slopes,
-        sinks=arguments.sinks,
-    )
-
-
-def _own_part(whole: Tensor, tile: Tile) -> Tensor:
-    """A tile's rows and heads of a key or value that is there already."""
-    keys, heads = tile.keys, tile.kv_heads
-    return whole[:, keys.start : keys.stop, heads.start : heads.stop]
-
-
-def _mask_route(tiling: Tiling, num_heads: int) -> Route:
-    """The way of mask rows [B|1, l, H|1, Sk]: with the queries, each rank's heads or the one."""
-    route = tiling.query_route
-    if num_heads == tiling.num_heads:
-        return route
-    shared = tuple(range(1) if heads else range(0) for heads in route.heads)
-    return Route(route.shards, route.rows, shared, num_heads)
-
-
-def _is_small(call: Call) -> bool:
-    """True if the messages between two ranks are, on average, small; equal on all ranks."""
-    query, key_value, _ = call.row_bytes
-    of_queries = sum(call.query_lens) * call.num_heads * query
-    of_keys = sum(call.key_lens) * call.num_kv_heads * key_value
-    return of_queries + of_keys < _FUSE_BELOW_BYTES * len(call.query_lens) ** 2
-
-
-def _checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Grid | None:
-    """The grid, or None for "auto"."""
-    if isinstance(grid, str):
-        if grid != "auto":
-            raise ValueError(f'grid={grid!r}: pass "auto" or a pair (u, r)')
-        return None
-    choices = ", ".join(str(tuple(choice)) for choice in grids(num_ranks))
-    if tuple(grid) not in grids(num_ranks):
-        raise ValueError(
-            f"grid={tuple(grid)} over {num_ranks} ranks: u * r must be the number of ranks; "
-            f'pass "auto" or one of {choices}'
-        )
-    return Grid(*grid)

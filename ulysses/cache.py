@@ -32,9 +32,9 @@ from ulysses.cache_step import (
     structure_of,
 )
 from ulysses.group import process_group, rank_in
+from ulysses.route import consecutive
 from ulysses.sequence import lens_of_parts
 from ulysses.tile_kernel import Options, output_and_lse_of
-from ulysses.tiling import consecutive
 
 
 class KVCache:

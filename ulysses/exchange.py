@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.layout import Layout, layout
-from ulysses.tiling import Route
+from ulysses.route import Route
 from ulysses.workspace import Workspace
 
 # Messages under way to tiles: the next is packed while the last is sent, and the first one's buffer

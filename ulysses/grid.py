@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import lru_cache
+from typing import Literal
 
 from ulysses.backends.base import LocalAttention, Problem
 from ulysses.call import Call
@@ -84,3 +85,18 @@ def _bytes(call: Call, tiling: Tiling) -> int:
         max(tiling.bytes_sent(i, call.row_bytes), tiling.bytes_received(i, call.row_bytes))
         for i in range(len(tiling.tiles))
     )
+
+
+def checked_grid(grid: tuple[int, int] | Literal["auto"], num_ranks: int) -> Grid | None:
+    """The grid that was asked for, or None for "auto"; raises ValueError for what is none."""
+    if isinstance(grid, str):
+        if grid != "auto":
+            raise ValueError(f'grid={grid!r}: pass "auto" or a pair (u, r)')
+        return None
+    choices = ", ".join(str(tuple(choice)) for choice in grids(num_ranks))
+    if tuple(grid) not in grids(num_ranks):
+        raise ValueError(
+            f"grid={tuple(grid)} over {num_ranks} ranks: u * r must be the number of ranks; "
+            f'pass "auto" or one of {choices}'
+        )
+    return Grid(*grid)

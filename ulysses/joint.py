@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ulysses.ends import Ends, Rows
 from ulysses.exchange import shard_to_tile, tile_to_shard
-from ulysses.tiling import Route, Tiling, gathering
+from ulysses.route import Route, gathering
+from ulysses.tiling import Tiling
 
 
 def with_ends(image: Rows, ends: Ends, tiling: Tiling, rank: int) -> Rows:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ulysses.tiling import Route
+from ulysses.route import Route
 
 _MOST_LAYOUTS = 4096
 

@@ -22,6 +22,7 @@ from ulysses.sharding_plan import MAIN, Cut, PartPlan, ShardingPlan
 from ulysses.tiling import shard_lengths
 from ulysses.wrap_callable import Mesh, sequence_group
 from ulysses.wrap_lengths import Lengths
+from ulysses.wrap_open import new_scope, opened
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Wrapping
 from ulysses.wrap_sites import find_sites
@@ -88,7 +89,7 @@ def _whole_model(
         plan.check(self, signature.bind(self, *args, **kwargs).arguments)
         cut: dict[str, Lens] = {}
         lengths = _LengthsOfPlan(wrapping.attention, cut)
-        with wrapping.new_scope(lengths, policy=Policy.LOCAL) as scope:
+        with new_scope(wrapping, lengths, policy=Policy.LOCAL) as scope:
             scope.notes[_CUT] = cut
             out = inner(self, *args, **kwargs)
             require_reached(self, scope)
@@ -103,7 +104,7 @@ def _planned(inner: Forward, wrapping: Wrapping, *, part: PartPlan) -> Forward:
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with wrapping.scope() as scope:
+        with opened(wrapping) as scope:
             # Arguments stay positional or named, as they were given: decorators look at that.
             given = list(args)
             for name, cuts in part.inputs.items():

@@ -19,6 +19,7 @@ from ulysses.sequence import gather_sequence_sum_grads, shard_sequence
 from ulysses.tiling import shard_lengths
 from ulysses.wrap_callable import Mesh, sequence_group
 from ulysses.wrap_lengths import Lengths, tell
+from ulysses.wrap_open import new_scope, open_scope, opened
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Site, Wrapping
 from ulysses.wrap_sites import find_sites
@@ -118,10 +119,10 @@ def _around_region(inner: Forward, wrapping: Wrapping) -> Forward:
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if wrapping.open_scope() is not None:
+        if open_scope(wrapping) is not None:
             return inner(self, *args, **kwargs)
         lengths = Lengths(wrapping.attention)
-        with wrapping.new_scope(lengths, policy=Policy.LOCAL) as scope:
+        with new_scope(wrapping, lengths, policy=Policy.LOCAL) as scope:
             out = inner(self, *args, **kwargs)
             require_reached(self, scope)
             return out
@@ -138,7 +139,7 @@ def _layer(
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        with wrapping.scope() as scope:
+        with opened(wrapping) as scope:
             lens = _lens(scope, (args, kwargs), is_first)
             own = {n: _own_rows(n, v, lens, wrapping) for n, v in _but_self(bound).items()}
             bound.arguments.update(own)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses.exchange import shard_to_tile
 from ulysses.group import checked_lens, process_group, rank_in
-from ulysses.tiling import gathering, shard_lengths
+from ulysses.route import gathering
+from ulysses.tiling import shard_lengths
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

@@ -10,11 +10,13 @@ figures of all ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
+
+from ulysses.route import Route, consecutive, intersection
 
 # Row blocks follow the shards unless levelling them takes more than this off the largest tile:
 # while they do, no query row leaves its block.
@@ -93,72 +95,6 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Route:
-    """The way of one kind of tensor from shards to tiles: rows held, rows and heads wanted."""
-
-    shards: tuple[range, ...]
-    rows: tuple[range, ...]
-    heads: tuple[range, ...]
-    num_heads: int
-
-    @cached_property
-    def between(self) -> tuple[tuple[range, ...], ...]:
-        """[source][target]: the (global) rows that the one holds and the other needs.
-
-        Empty where the target needs no head of them.
-        """
-        return tuple(
-            tuple(
-                _intersection(shard, rows) if heads else range(0)
-                for rows, heads in zip(self.rows, self.heads, strict=True)
-            )
-            for shard in self.shards
-        )
-
-    def elements(self, source: int, target: int) -> int:
-        """Row-head pairs that travel from `source` to `target`."""
-        return len(self.between[source][target]) * len(self.heads[target])
-
-    @cached_property
-    def is_local(self) -> bool:
-        """True if nothing leaves its rank, on any rank: no collective is needed."""
-        ranks = range(len(self.shards))
-        return not any(self.elements(i, j) for i in ranks for j in ranks if i != j)
-
-    @cached_property
-    def is_identity(self) -> bool:
-        """True if every tile is its rank's whole shard."""
-        return self.rows == self.shards and self.keeps_heads_together
-
-    @cached_property
-    def keeps_heads_together(self) -> bool:
-        """True if each rank that needs a row needs all its heads."""
-        return all(len(heads) == self.num_heads for heads in self.heads)
-
-    @cached_property
-    def is_even(self) -> bool:
-        """True if each rank needs all rows, and as many heads as any other, in rank order."""
-        share, rest = divmod(self.num_heads, len(self.heads))
-        whole = range(self.shards[0].start, self.shards[-1].stop)
-        return rest == 0 and all(
-            rows == whole and heads == range(share * rank, share * (rank + 1))
-            for rank, (rows, heads) in enumerate(zip(self.rows, self.heads, strict=True))
-        )
-
-    @cached_property
-    def is_partition(self) -> bool:
-        """True if each (row, head) goes to exactly one rank, so that the way back is a move."""
-        total = sum(len(shard) for shard in self.shards) * self.num_heads
-        wanted = list(zip(self.rows, self.heads, strict=True))
-        disjoint = all(
-            not (_intersection(rows, other_rows) and _intersection(heads, other_heads))
-            for n, (rows, heads) in enumerate(wanted)
-            for other_rows, other_heads in wanted[:n]
-        )
-        return disjoint and sum(len(rows) * len(heads) for rows, heads in wanted) == total
-
-
-@dataclass(frozen=True)
 class Tiling:
     """The tiles of all ranks for one call, and the routes that feed them."""
 
@@ -225,18 +161,6 @@ def shard_lengths(length: int, num_shards: int) -> tuple[int, ...]:
     """Cut `length` into `num_shards` lengths that differ by at most one, longer ones first."""
     short, longer = divmod(length, num_shards)
     return (short + 1,) * longer + (short,) * (num_shards - longer)
-
-
-def consecutive(lengths: Sequence[int], start: int = 0) -> tuple[range, ...]:
-    """The ranges of these lengths laid end to end from `start`."""
-    return tuple(range(a, b) for a, b in pairwise(accumulate(lengths, initial=start)))
-
-
-def gathering(lengths: Sequence[int]) -> Route:
-    """The way of shards of these lengths, of one head each, to every rank."""
-    num_ranks = len(lengths)
-    everything, one_head = range(sum(lengths)), range(1)
-    return Route(consecutive(lengths), (everything,) * num_ranks, (one_head,) * num_ranks, 1)
 
 
 def grids(num_ranks: int) -> tuple[Grid, ...]:
@@ -316,9 +240,4 @@ def _row_blocks(
 def _held(shards: tuple[range, ...], wanted: Iterable[range]) -> tuple[range, ...]:
     """What the shards hold of the rows that each tile wants."""
     whole = range(shards[0].start, shards[-1].stop)
-    return tuple(_intersection(rows, whole) for rows in wanted)
-
-
-def _intersection(a: range, b: range) -> range:
-    start, stop = max(a.start, b.start), min(a.stop, b.stop)
-    return range(start, max(start, stop))
+    return tuple(intersection(rows, whole) for rows in wanted)

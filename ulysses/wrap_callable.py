@@ -16,7 +16,7 @@ from ulysses.backends.base import no_attention
 from ulysses.exchange import shard_to_tile, tile_to_shard
 from ulysses.tiling import Grid, tile_attention
 from ulysses.wrap_lengths import Lengths
-from ulysses.wrap_scope import current_scope
+from ulysses.wrap_open import current_scope
 
 Layout = Literal["bshd", "bhsd"]
 Mesh = DeviceMesh | dist.ProcessGroup | None

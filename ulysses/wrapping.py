@@ -30,6 +30,7 @@ from ulysses.wrap_families import families, plan_of
 from ulysses.wrap_lengths import Lengths, lengths_of_inputs
 from ulysses.wrap_mixers import mixers
 from ulysses.wrap_multihead import multihead_attention
+from ulysses.wrap_open import new_scope, open_scope, opened
 from ulysses.wrap_policy import Policy
 from ulysses.wrap_scope import Scope, Site, Wrapping
 from ulysses.wrap_sites import declared_heads, find_sites
@@ -190,7 +191,7 @@ def _require_own_forward(name: str, part: nn.Module) -> None:
 def _attending(inner: Forward, wrapping: Wrapping, site: Site) -> Forward:
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with wrapping.scope() as scope, scope.inside(site):
+        with opened(wrapping) as scope, scope.inside(site):
             if isinstance(self, nn.MultiheadAttention) and site.policy is not Policy.LOCAL:
                 return multihead_attention(scope, self, *args, **kwargs)
             return inner(self, *args, **kwargs)
@@ -201,7 +202,7 @@ def _attending(inner: Forward, wrapping: Wrapping, site: Site) -> Forward:
 def _scoped(inner: Forward, wrapping: Wrapping) -> Forward:
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with wrapping.scope():
+        with opened(wrapping):
             return inner(self, *args, **kwargs)
 
     return forward
@@ -212,13 +213,13 @@ def rooted(inner: Forward, wrapping: Wrapping) -> Forward:
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if wrapping.open_scope() is not None:
+        if open_scope(wrapping) is not None:
             return inner(self, *args, **kwargs)
         lengths = Lengths(wrapping.attention)
         if not any(family.continues((args, kwargs)) for family in families()):
             lengths = lengths_of_inputs(wrapping.attention, (args, kwargs), wrapping.seq_dim)
         probe_once("", self, inner, (args, kwargs), wrapping, lengths)
-        with wrapping.new_scope(lengths) as scope:
+        with new_scope(wrapping, lengths) as scope:
             out = inner(self, *args, **kwargs)
             require_reached(self, scope)
             return out
@@ -248,7 +249,7 @@ def probe_once(
 ) -> None:
     """Probes the wrapped module's part of that name, unless it has been."""
     if name in wrapping.unprobed and lengths.main is not None:
-        with wrapping.new_scope(lengths, neutral=True):
+        with new_scope(wrapping, lengths, neutral=True):
             run = functools.partial(inner, module)
             wrap_probe.probe(module, run, inputs, lengths.main, wrapping.seq_dim)
         wrapping.unprobed.discard(name)

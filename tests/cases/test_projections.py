@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import dense, reference
-from ulysses import UlyssesAttention, attention
+from ulysses import UlyssesAttention, tile_inputs
 from ulysses.tiling import shard_lengths
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -50,7 +50,7 @@ FROZEN = {
 
 
 def _gradients(rank: int, num_ranks: int, grid: tuple[int, int], fuse_below: int) -> None:
-    with mock.patch.object(attention, "_FUSE_BELOW_BYTES", fuse_below):
+    with mock.patch.object(tile_inputs, "_FUSE_BELOW_BYTES", fuse_below):
         for names in FROZEN.values():
             _compare(rank, num_ranks, names, grid)
 
@@ -122,7 +122,7 @@ def _kept_graphs(rank: int, num_ranks: int, grid: tuple[int, int], fuse_below: i
     def grads(out: torch.Tensor, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out.square().sum(), own, retain_graph=True)
 
-    with mock.patch.object(attention, "_FUSE_BELOW_BYTES", fuse_below):
+    with mock.patch.object(tile_inputs, "_FUSE_BELOW_BYTES", fuse_below):
         ones, others = inputs(1), inputs(11)
         alone = [grads(layer(*own, seq_lens=lens), own) for own in (ones, others)]
         outs = [layer(*own, seq_lens=lens) for own in (ones, others)]

@@ -27,8 +27,9 @@ from ulysses.integrations.huggingface_labels import shards_inputs as shards_inpu
 from ulysses.integrations.huggingface_labels import take_targets as take_targets
 from ulysses.integrations.huggingface_masks import Facts, Visible, read
 from ulysses.integrations.huggingface_padding import expands_padding, of_all_keys
+from ulysses.wrap_open import current_scope, opened
 from ulysses.wrap_policy import Policy
-from ulysses.wrap_scope import Scope, Wrapping, current_scope
+from ulysses.wrap_scope import Scope, Wrapping
 from ulysses.wrap_sites import SDPA
 
 NAME = "ulysses"
@@ -106,7 +107,7 @@ def routed(part: nn.Module, forward: Callable[..., Any], wrapping: Wrapping) -> 
 
     @functools.wraps(forward)
     def with_facts(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        with wrapping.scope() as scope:
+        with opened(wrapping) as scope:
             told = FACTS in scope.notes  # by the model around this one
             if told and not expands:
                 return forward(self, *args, **kwargs)
