@@ -26,8 +26,9 @@ def counted() -> Iterator[Counts]:
     exchange = dist.all_to_all_single
 
     def counting(output: Any, input: Any, receive: Any, send: Any, group: Any, **rest: Any) -> Any:
-        rank = dist.get_rank(group)
-        counts.sent += (sum(send) - send[rank]) * input.element_size()
+        num_ranks = dist.get_world_size(group)
+        kept = input.numel() // num_ranks if send is None else send[dist.get_rank(group)]
+        counts.sent += (input.numel() - kept) * input.element_size()
         return exchange(output, input, receive, send, group=group, **rest)
 
     with mock.patch.object(dist, "all_to_all_single", counting), _Copies(counts):

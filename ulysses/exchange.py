@@ -143,13 +143,13 @@ def _to_tiles(
             arrive()
         bundle = [shards[i] for i in some]
         way = _layout(bundle, [routes[i] for i in some], group)
-        size = sum(way.shard_sizes)
+        size = way.shard_size
         sent = bundle[0].new_empty(size) if way.is_local else _WORKSPACE.borrow(bundle[0], size)
         for shard, parts in zip(bundle, way.parts, strict=True):
             for part in parts:
                 part.view.of(sent).copy_(part.of_shard(shard))
-        received = sent if way.is_local else sent.new_empty(sum(way.tile_sizes))
-        message = _Message(sent, way.shard_sizes, received, way.tile_sizes, group)
+        received = sent if way.is_local else sent.new_empty(way.tile_size)
+        message = _Message(sent, way.shard_splits, received, way.tile_splits, group)
         under_way.append((some, way, message))
     while under_way:
         arrive()
@@ -171,12 +171,12 @@ def _to_shards(
     under_way = []
     for tile, route in zip(tiles, routes, strict=True):
         way = _layout([tile], [route], group)
-        sent, size = tile.transpose(0, 1).contiguous().view(-1), sum(way.shard_sizes)
+        sent, size = tile.transpose(0, 1).contiguous().view(-1), way.shard_size
         if way.is_local:
             received = sent
         else:
             received = tile.new_empty(size) if way.is_whole else _WORKSPACE.borrow(tile, size)
-        message = _Message(sent, way.tile_sizes, received, way.shard_sizes, group)
+        message = _Message(sent, way.tile_splits, received, way.shard_splits, group)
         under_way.append((way, route, message))
     return tuple(_arrived(*one) for one in under_way)
 
@@ -213,16 +213,16 @@ class _Message:
     def __init__(
         self,
         sent: Tensor,
-        send_sizes: list[int],
+        send_splits: list[int] | None,
         received: Tensor,
-        receive_sizes: list[int],
+        receive_splits: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
         self.sent, self._received = sent, received  # alive until the collective is done
         self._work: dist.Work | None = None
         if received is not sent:
             self._work = dist.all_to_all_single(
-                received, sent, receive_sizes, send_sizes, group=group, async_op=True
+                received, sent, receive_splits, send_splits, group=group, async_op=True
             )
 
     def wait(self) -> Tensor:

@@ -47,8 +47,12 @@ class Layout:
 
     is_local: bool  # nothing leaves its rank, on any rank
     is_whole: bool  # the shard is, in its memory, what tiles send of it: one after the other
-    shard_sizes: list[int]  # [rank]: elements between this rank's shards and that rank's tiles
-    tile_sizes: list[int]  # [rank]: elements between this rank's tiles and that rank's shards
+    shard_size: int  # elements that this rank's shards send or get, those of its own tiles too
+    tile_size: int  # and its tiles
+    # [rank]: how many of them between the shards here and the tiles there, and the other way round;
+    # None where every rank has as many with every other, and no collective has to be told.
+    shard_splits: list[int] | None
+    tile_splits: list[int] | None
     tiles: list[View]  # [tensor]: the tile, [B, rows, h, D]
     shards: list[tuple[int, int, int, int]]  # [tensor]: the shard's shape, [B, l, H, D]
     parts: list[list[Part]]  # [tensor]: what makes up the shard
@@ -65,7 +69,9 @@ def layout(routes: tuple[Route, ...], rank: int, sizes: tuple[tuple[int, int], .
     to_tiles = route.between[rank]
     shard_sizes = [len(rows) * sum(row) for rows, row in zip(to_tiles, row_sizes, strict=True)]
     starts = list(accumulate(shard_sizes, initial=0))
+    tile_sizes = [len(row[rank]) * sum(row_sizes[rank]) for row in route.between]
     is_even = all(r.is_even for r in routes)
+    is_equal = _is_equal(route, [sum(row) for row in row_sizes])
 
     def tile_view(tensor: int, tile: int, rows: range, start: int) -> View:
         (batch, dim), heads = sizes[tensor], len(routes[tensor].heads[tile])
@@ -96,8 +102,10 @@ def layout(routes: tuple[Route, ...], rank: int, sizes: tuple[tuple[int, int], .
     return Layout(
         is_local=all(r.is_local for r in routes),
         is_whole=all(r.is_partition and r.keeps_heads_together for r in routes),
-        shard_sizes=shard_sizes,
-        tile_sizes=[len(row[rank]) * sum(row_sizes[rank]) for row in route.between],
+        shard_size=sum(shard_sizes),
+        tile_size=sum(tile_sizes),
+        shard_splits=None if is_equal else shard_sizes,
+        tile_splits=None if is_equal else tile_sizes,
         tiles=[tile_view(i, rank, route.rows[rank], 0) for i in tensors],
         shards=[
             (batch, len(route.shards[rank]), r.num_heads, dim)
@@ -105,6 +113,12 @@ def layout(routes: tuple[Route, ...], rank: int, sizes: tuple[tuple[int, int], .
         ],
         parts=[parts(i) for i in tensors],
     )
+
+
+def _is_equal(route: Route, row_sizes: list[int]) -> bool:
+    """True if as many elements travel between any two ranks."""
+    num_rows = {len(rows) for row in route.between for rows in row}
+    return len(num_rows) == len(set(row_sizes)) == 1
 
 
 def _all_tiles(first: View, shard_sizes: list[int]) -> Part:
