@@ -6,7 +6,7 @@ is timed. Rounds are interleaved and the ratio is taken round by round, since ti
 Each workload has processes of its own: malloc keeps or returns pages by the largest block that it
 has freed so far, so that a workload's figures would depend on the ones before it.
 
-    python benchmarks/exchange.py --rounds 30
+    python benchmarks/exchange.py --ranks 4
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def timed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
