@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ class Wrapping:
     seen: dict[str, Seen] = field(default_factory=dict)  # by the site's name
     cuts_inputs: bool = False  # the module is given whole sequences
     by_plan: bool = False  # rows are in no order of the model's, and masks of this rank's keys
+    reopening: set[CodeType] = field(default_factory=set)  # of forwards that open its scope
+
+    def reopened_by(self, forward: Any) -> None:
+        """Remember a forward that opens this wrapping's scope, whenever it is run."""
+        self.reopening.add(forward.__code__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapping:
         return self
@@ -140,7 +146,7 @@ class Scope:
         out. A mask of this rank's rows may be a plain tensor.
         """
         self.num_calls += 1
-        _require_retaken(self.site)
+        self._require_reopened()
         structure = {name: value for name, value in structure.items() if value is not None}
         if self.neutral:
             return _each_token_alone(query, key, value)
@@ -190,6 +196,21 @@ class Scope:
         with torch._C.DisableTorchFunction():
             return cache.attend(query, key, value, attn_mask, scale, **structure)
 
+    def _require_reopened(self) -> None:
+        """Refuses attention that a reentrant checkpoint would run again outside of any scope.
+
+        That is one with no part's forward of ours between it and the attention.
+        """
+        frame = None if torch.is_grad_enabled() else sys._getframe(1)
+        while frame is not None and frame.f_code not in self.wrapping.reopening:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise ValueError(
+                    f"{self.site} attends in a function under a reentrant checkpoint, which in "
+                    "backward would run it again on this rank's shard alone: checkpoint the module "
+                    "that attends, or pass use_reentrant=False"
+                )
+            frame = frame.f_back
+
     def _record(
         self, query: Tensor, key: Tensor, mask: Any, is_causal: bool, structure: dict[str, Any]
     ) -> None:
@@ -198,22 +219,6 @@ class Scope:
             self.wrapping.seen[self._sites[-1].name] = Seen(
                 query.shape[2], key.shape[2], ", ".join(words) or "none"
             )
-
-
-def _require_retaken(site: str) -> None:
-    """Refuses attention that a reentrant checkpoint would run again outside of any scope.
-
-    That is one with no part's forward of ours between it and the attention.
-    """
-    frame = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "ulysses.wrapping":
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise ValueError(
-                f"{site} attends in a function under a reentrant checkpoint, which in backward "
-                "would run it again on this rank's shard alone: checkpoint the module that "
-                "attends, or pass use_reentrant=False"
-            )
-        frame = frame.f_back
 
 
 def _of_all_keys(mask: Tensor, lens: tuple[int, ...], scope: Scope) -> Tensor:

@@ -196,6 +196,7 @@ def _attending(inner: Forward, wrapping: Wrapping, site: Site) -> Forward:
                 return multihead_attention(scope, self, *args, **kwargs)
             return inner(self, *args, **kwargs)
 
+    wrapping.reopened_by(forward)
     return forward
 
 
@@ -205,6 +206,7 @@ def _scoped(inner: Forward, wrapping: Wrapping) -> Forward:
         with opened(wrapping):
             return inner(self, *args, **kwargs)
 
+    wrapping.reopened_by(forward)
     return forward
 
 
@@ -224,6 +226,7 @@ def rooted(inner: Forward, wrapping: Wrapping) -> Forward:
             require_reached(self, scope)
             return out
 
+    wrapping.reopened_by(forward)
     return as_root(forward)
 
 
